@@ -50,6 +50,7 @@ class W4Linear(nn.Module):
     B: Tensor
     U: Tensor
     V: Tensor | None
+    bias: Tensor | None
     perm: Tensor | None
     group_map: Tensor | None
     layout: Tensor
@@ -323,7 +324,7 @@ class _GemmWithGrad(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> Tensor:
-        x, B, U, V, _bias, perm, n, k, group = args
+        _x, B, U, V, _bias, perm, n, k, group = args
         ctx.save_for_backward(B, U, V, perm)
         ctx.sizes = (n, k, group)
         y: Tensor = ops.gemm(*args)

@@ -73,7 +73,7 @@ def gemm(
     elif packed_k != k:
         a = torch.nn.functional.pad(a, (0, packed_k - k))
     chosen = mode()
-    if (x.dtype == torch.bfloat16 and chosen == "auto" or chosen == "bf16") and _fits_int4(group, U.shape[1]):
+    if (chosen == "bf16" or (chosen == "auto" and x.dtype == torch.bfloat16)) and _fits_int4(group, U.shape[1]):
         y = _int4(a.to(torch.bfloat16), B, U, V, group)[:, :n].to(x.dtype)
     else:
         y = a @ packing.dequantize_packed(B, U, V, n, group, x.dtype).t()
@@ -102,13 +102,14 @@ def _int4(a: Tensor, B: Tensor, U: Tensor, V: Tensor | None, group: int) -> Tens
     pack = _int4_pack(B, U, V, group, whole)
     if whole != a.shape[1]:
         a = torch.nn.functional.pad(a, (0, whole - a.shape[1]))
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(a.contiguous(), pack.codes, group, pack.scale_and_zero)
+    y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(a.contiguous(), pack.codes, group, pack.scale_and_zero)
+    return y
 
 
 def _int4_pack(B: Tensor, U: Tensor, V: Tensor | None, group: int, whole: int) -> _Int4Pack:
     versions = tuple(-1 if t is None or t.is_inference() else t._version for t in (B, U, V))
     versions += (U.data_ptr(), 0 if V is None else V.data_ptr())
-    found = _packs.get(B)
+    found: _Int4Pack | None = _packs.get(B)
     if found is not None and found.versions == versions:
         return found
     rows = B.shape[0] * packing.GRAIN_N

@@ -35,9 +35,9 @@ def _load() -> tuple[ctypes.CDLL | None, str]:
     library.w4_instance_name.argtypes = [ctypes.c_int]
     library.w4_explain.restype = ctypes.c_int
     library.w4_explain.argtypes = [ctypes.c_int64] * 4 + [ctypes.c_int] * 4 + [ctypes.c_char_p, ctypes.c_int]
-    error = library.w4_register()
-    if error:
-        return None, f"{LIBRARY.name} cannot bind to torch {torch.__version__}: {error.decode()}"
+    refusal = library.w4_register()
+    if refusal:
+        return None, f"{LIBRARY.name} cannot bind to torch {torch.__version__}: {refusal.decode()}"
     return library, ""
 
 
