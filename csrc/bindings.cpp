@@ -252,8 +252,8 @@ TensorRef gemm(Operands& o, const LaunchPlan* forced) {
 
   const DeviceLimits& device = limits_of(x.device());
   const int64_t packed_k = k64 * layout::kGrainK;
-  const GemmDesc desc{m,    o.n,  packed_k,        groups,
-                      group_shift, bf16, !o.V, device.sm_count, device.smem_per_sm, device.smem_per_cta};
+  const GemmDesc desc{
+      m, o.n, packed_k, groups, group_shift, bf16, !o.V, device.sm_count, device.smem_per_sm, device.smem_per_cta};
   const LaunchPlan plan = forced != nullptr ? *forced : choose_plan(desc);
   if (const std::string why = unsupported(desc, plan); !why.empty()) fail(why);
 

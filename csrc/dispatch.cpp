@@ -107,8 +107,8 @@ std::string describe(const GemmDesc& d) {
 
 bool same(const GemmDesc& a, const GemmDesc& b) {
   return a.m == b.m && a.n == b.n && a.k == b.k && a.groups == b.groups && a.group_shift == b.group_shift &&
-         a.bf16 == b.bf16 && a.symmetric == b.symmetric && a.sm_count == b.sm_count &&
-         a.smem_per_sm == b.smem_per_sm && a.smem_per_cta == b.smem_per_cta;
+         a.bf16 == b.bf16 && a.symmetric == b.symmetric && a.sm_count == b.sm_count && a.smem_per_sm == b.smem_per_sm &&
+         a.smem_per_cta == b.smem_per_cta;
 }
 
 }  // namespace
@@ -141,8 +141,8 @@ std::string unsupported(const GemmDesc& d, const LaunchPlan& plan) {
   }
   const int smem = chosen.smem_bytes(d.group_shift, d.symmetric);
   if (smem > d.smem_per_cta) {
-    return std::string(chosen.info.name) + " needs " + std::to_string(smem) + " bytes of shared memory, the device has " +
-           std::to_string(d.smem_per_cta);
+    return std::string(chosen.info.name) + " needs " + std::to_string(smem) +
+           " bytes of shared memory, the device has " + std::to_string(d.smem_per_cta);
   }
   if (ceil_div(d.m, chosen.info.tile_m) * ceil_div(d.n, chosen.info.tile_n) > kMaxGridX) {
     return std::string(chosen.info.name) + " would need more than 2^31 - 1 CTAs";
@@ -160,7 +160,8 @@ LaunchPlan choose_plan(const GemmDesc& desc) {
   };
   constexpr size_t kEntries = 256;
   thread_local Entry cache[kEntries] = {};
-  const size_t hash = static_cast<size_t>(desc.m * 31 + desc.n * 1009 + desc.k * 7919 + desc.groups) * 0x9e3779b97f4a7c15u;
+  const size_t hash =
+      static_cast<size_t>(desc.m * 31 + desc.n * 1009 + desc.k * 7919 + desc.groups) * 0x9e3779b97f4a7c15u;
   Entry& entry = cache[hash >> 56];
   static_assert(kEntries == 1 << (64 - 56), "the hash's top bits index the cache");
   if (entry.used && same(entry.desc, desc)) return entry.plan;

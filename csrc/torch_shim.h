@@ -13,8 +13,8 @@
 
 namespace w4::torch_shim {
 
-using Error = int32_t;         // 0 is success
-using Tensor = void*;          // AtenTensorHandle, an owned reference
+using Error = int32_t;  // 0 is success
+using Tensor = void*;  // AtenTensorHandle, an owned reference
 using StableIValue = uint64_t;
 using BoxedKernel = void (*)(StableIValue* stack, uint64_t inputs, uint64_t outputs);
 

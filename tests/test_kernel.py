@@ -1,6 +1,6 @@
-"""The CUDA kernels: equality first (one-hot activations give the decoded weight bit for bit), then float64 with a bound.
+"""The CUDA kernels: equality first (one-hot activations give the decoded weight bit for bit), then float64 bounds.
 
-Every test that runs a kernel takes all compiled instances from the library, so a new one is covered the day it is added.
+Tests of the kernels take all compiled instances from the library, so a new one is covered the day it is added.
 """
 
 from __future__ import annotations
@@ -23,7 +23,16 @@ dtype_grid = pytest.mark.parametrize("dtype", DTYPES, ids=("f16", "bf16"))
 symmetry_grid = pytest.mark.parametrize("symmetric", (True, False), ids=("sym", "asym"))
 
 
-def make(n: int, k: int, group: int, symmetric: bool = False, *, g_idx=None, bias: bool = False, seed: int = 0) -> CanonicalW4:
+def make(
+    n: int,
+    k: int,
+    group: int,
+    symmetric: bool = False,
+    *,
+    g_idx: torch.Tensor | None = None,
+    bias: bool = False,
+    seed: int = 0,
+) -> CanonicalW4:
     gen = torch.Generator("cuda").manual_seed(seed)
     groups = -(-k // group)
     shape = (n, groups)
@@ -93,7 +102,7 @@ def test_one_hot_gives_the_decoded_weight(instance: int, dtype: torch.dtype, sym
 def test_extreme_codes_decode_exactly(instance: int, dtype: torch.dtype) -> None:
     q = torch.arange(256, device="cuda").repeat(4, 1).to(torch.uint8)
     w = CanonicalW4(
-        q=(q % 16), s=torch.tensor([[6e-5], [65000.0], [1.0], [0.0]], device="cuda"),
+        q=(q % 16), s=torch.tensor([[6e-5], [4000.0], [1.0], [0.0]], device="cuda"),
         z=torch.tensor([[0], [15], [7], [3]], dtype=torch.uint8, device="cuda"), group=256,
     )  # fmt: skip
     layer = W4Linear.from_canonical(w, dtype)
@@ -147,10 +156,11 @@ def test_200_random_cases() -> None:
         w = make(n, k, group, symmetric, g_idx=g_idx, bias=bias, seed=case)
         layer = W4Linear.from_canonical(w, dtype)
         x = torch.randn(m, k, device="cuda").to(dtype)
+        what = f"case {case}: {n=} {k=} {m=} {group=} {symmetric=} {bias=} {order=} {dtype=}"
         try:
             assert_close(layer(x), x, layer)
         except AssertionError as error:
-            raise AssertionError(f"case {case}: {n=} {k=} {m=} {group=} {symmetric=} {bias=} {order=} {dtype=}: {error}") from error
+            raise AssertionError(f"{what}: {error}") from error
 
 
 @pytest.mark.parametrize("group", (64, 128))

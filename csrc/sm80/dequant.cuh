@@ -17,15 +17,15 @@ namespace w4 {
 struct RowGroup {
   uint32_t scale;                                                                // (s, s)
   uint32_t zero;                                                                 // what takes magic + z off
-  uint32_t zero_high;                                                            // the same for nibbles read in place
+  uint32_t zero_high;  // the same for nibbles read in place
 };
 
 struct F16 {
-  static constexpr uint32_t kMagic = 0x64006400;                                 // (1024, 1024)
+  static constexpr uint32_t kMagic = 0x64006400;  // (1024, 1024)
 
   // z: the zero point in both halves.
   W4_DEVICE static RowGroup row_group(uint32_t scale, uint32_t z) {
-    return {scale, kMagic | z, 0xd400d400 | (z << 4)};                           // 1024 + z, -(64 + z)
+    return {scale, kMagic | z, 0xd400d400 | (z << 4)};  // 1024 + z, -(64 + z)
   }
 
   // q - z for the nibbles `pair` and `pair + 4` of q8. Odd pairs stay where they are, four bits up: they read as
@@ -49,10 +49,10 @@ struct F16 {
 };
 
 struct BF16 {
-  static constexpr uint32_t kMagic = 0x43004300;                                 // (128, 128)
+  static constexpr uint32_t kMagic = 0x43004300;  // (128, 128)
 
   W4_DEVICE static RowGroup row_group(uint32_t scale, uint32_t z) {
-    return {scale, 0xc300c300 | z, 0};                                           // -(128 + z)
+    return {scale, 0xc300c300 | z, 0};  // -(128 + z)
   }
 
   // bf16 has no mantissa bit to spare for nibbles read in place: each pair is shifted down.
@@ -62,7 +62,7 @@ struct BF16 {
     return ptx::fma_bf16x2(ptx::and_or(q8 >> (4 * pair), 0x000f000f, kMagic), kOne, g.zero);
   }
   W4_DEVICE static uint32_t multiply(uint32_t a, uint32_t b) {
-    constexpr uint32_t kMinusZero = 0x80008000;                                  // a * b + -0 is a * b, sign of 0 included
+    constexpr uint32_t kMinusZero = 0x80008000;  // a * b + -0 is a * b, sign of 0 included
     return ptx::fma_bf16x2(a, b, kMinusZero);
   }
   W4_DEVICE static void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

@@ -45,7 +45,8 @@ struct Epilogue {
   // smem: the ring, whose copies have all landed and been read.
   W4_DEVICE static void run(const GemmArgs& args, const WorkTile& work, char* smem,
                             const float (&acc)[S::kN16][S::kM8][4], int warp, int lane) {
-    const int slice = warp / S::kSliceWarps, warp_n = warp % Tile::kWarpsN, warp_m = warp / Tile::kWarpsN % Tile::kWarpsM;
+    const int slice = warp / S::kSliceWarps, warp_n = warp % Tile::kWarpsN,
+              warp_m = warp / Tile::kWarpsN % Tile::kWarpsM;
     float* const tile = reinterpret_cast<float*>(smem);                          // (kWarpsK, kTileM, kTileN + 4)
     ptx::sync_cta();
 #pragma unroll
@@ -69,8 +70,7 @@ struct Epilogue {
       for (int s = 0; s < Tile::kWarpsK; ++s) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float4 v =
-              ptx::load_shared<float4>(tile + (s * Tile::kTileM + m) * S::kReduceStride + n + half * 4);
+          const float4 v = ptx::load_shared<float4>(tile + (s * Tile::kTileM + m) * S::kReduceStride + n + half * 4);
           float* const o = out + half * 4;
           o[0] = s == 0 ? v.x : o[0] + v.x;
           o[1] = s == 0 ? v.y : o[1] + v.y;

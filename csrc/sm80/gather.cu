@@ -36,9 +36,8 @@ void launch_gather(const void* x, int64_t ldx, const int32_t* perm, void* out, i
                    cudaStream_t stream) {
   const int64_t vectors = packed_k / kPerThread;
   const int64_t ctas = (m * vectors + kThreads - 1) / kThreads;
-  gather_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(static_cast<const uint16_t*>(x), ldx, perm,
-                                                                     static_cast<uint16_t*>(out), m, k, packed_k,
-                                                                     vectors);
+  gather_kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(
+      static_cast<const uint16_t*>(x), ldx, perm, static_cast<uint16_t*>(out), m, k, packed_k, vectors);
 }
 
 }  // namespace w4

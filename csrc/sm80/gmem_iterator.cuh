@@ -22,14 +22,14 @@ struct GmemIteratorB {
   int smem_offset;
   int n16_left, k64_left;                                                        // blocks inside, from part 0 on
 
-  W4_DEVICE GmemIteratorB(const GemmArgs& args, int n16, int k_tile, int warp_n, int warp_m, int slice, int lane) {
-    const int first = n16 + warp_n * S::kN16 + warp_m;
-    const int k64 = k_tile * (Tile::kTileK / 64) + slice * S::kK64;
+  W4_DEVICE GmemIteratorB(const GemmArgs& args, const WorkTile& work, int warp_n, int warp_m, int slice, int lane) {
+    const int first = work.n16 + warp_n * S::kN16 + warp_m;
+    const int k64 = work.k_tile_begin * (Tile::kTileK / 64) + slice * S::kK64;
     row_bytes = layout::piece_offset(1, 0, args.k64);
     gmem = static_cast<const char*>(args.B) + layout::piece_offset(first, k64, args.k64) + lane * layout::kLaneBytes;
     smem_offset = (warp_n * S::kN16 + warp_m) * S::kK64 * layout::kPieceBytes + lane * layout::kLaneBytes;
     n16_left = args.n16 - first;
-    k64_left = args.k64 - k64;
+    k64_left = min(args.k64, work.k_tile_end * (Tile::kTileK / 64)) - k64;
   }
 
   W4_DEVICE void Prefetch(char* stage, int part) const {
@@ -49,34 +49,43 @@ struct GmemIteratorB {
 template <class Tile>
 struct GmemIteratorA {
   using S = Shapes<Tile>;
-  static constexpr int kChunks = S::kK64 * Tile::kTileM * 8;
-  static constexpr int kParts = (kChunks + S::kSliceThreads - 1) / S::kSliceThreads;
+  static constexpr int kChunks = Tile::kTileM * 8;                               // of one 64-k block
 
-  const char* gmem;                                                              // row m, first k of the slice
-  int64_t row_bytes;
-  int thread;
-  int m_left, k_left;                                                            // rows and columns inside
+  // A part is kRows rows of one 64-k block, so a thread's chunk is the same in all parts, and its swizzle too, but for
+  // the slices of one warp: their parts have 4 rows, and every other one has bit 2 of r % 8 set.
+  static constexpr int kRows = S::kSliceThreads / 8;
+  static constexpr int kRowParts = (Tile::kTileM + kRows - 1) / kRows;
+  static_assert(kRows % 4 == 0, "a slice is at least one warp");
+  static_assert(kChunks % S::kSliceThreads == 0 || kRowParts == 1, "rows of a block are dealt evenly");
+  static constexpr int kParts = S::kK64 * kRowParts;
 
-  W4_DEVICE GmemIteratorA(const GemmArgs& args, int m, int k_tile, int slice, int slice_thread) {
-    const int k = k_tile * Tile::kTileK + slice * S::kSliceK;
-    row_bytes = args.lda * 2;
-    gmem = static_cast<const char*>(args.A) + m * row_bytes + static_cast<int64_t>(k) * 2;
-    thread = slice_thread;
-    m_left = args.m - m;
-    k_left = args.k - k;
+  const char* gmem;  // this thread's row and chunk of part 0
+  int64_t part_bytes;  // from kRows rows to the next
+  int smem_offset;
+  int rows_left, bytes_left;  // inside, from this thread's on
+  bool has_row;  // fewer rows than threads: some idle
+
+  W4_DEVICE GmemIteratorA(const GemmArgs& args, const WorkTile& work, int slice, int slice_thread) {
+    const int row = slice_thread / 8, chunk = slice_thread % 8;
+    const int k = work.k_tile_begin * Tile::kTileK + slice * S::kSliceK + chunk * 8;
+    gmem = static_cast<const char*>(args.A) + ((work.m + row) * args.lda + k) * 2;
+    part_bytes = args.lda * (2 * kRows);
+    smem_offset = row * 128 + (chunk ^ (row % 8)) * 16;
+    rows_left = args.m - work.m - row;
+    bytes_left = (min(args.k, work.k_tile_end * Tile::kTileK) - k) * 2;
+    has_row = row < Tile::kTileM;
   }
 
   W4_DEVICE void Prefetch(char* stage, int part) const {
-    const int c = part * S::kSliceThreads + thread;
-    if (kChunks % S::kSliceThreads != 0 && c >= kChunks) return;
-    const int row = c / 8 % Tile::kTileM, chunk = c % 8, j = c / 8 / Tile::kTileM;
-    const int inside = row < m_left ? max(0, min(16, 2 * (k_left - j * 64 - chunk * 8))) : 0;
-    ptx::cp_async_16(stage + (j * Tile::kTileM + row) * 128 + (chunk ^ (row % 8)) * 16,
-                     gmem + row * row_bytes + j * 128 + chunk * 16, inside);
+    const int i = part % kRowParts, j = part / kRowParts;
+    const int inside = i * kRows < rows_left ? max(0, min(16, bytes_left - j * 128)) : 0;
+    const int flip = kRows % 8 == 4 && i % 2 == 1 ? 4 * 16 : 0;
+    ptx::cp_async_16(stage + (smem_offset ^ flip) + (j * Tile::kTileM + i * kRows) * 128,
+                     gmem + i * part_bytes + j * 128, inside, kRows <= Tile::kTileM || has_row);
   }
   W4_DEVICE void operator++() {
     gmem += Tile::kTileK * 2;
-    k_left -= Tile::kTileK;
+    bytes_left -= Tile::kTileK * 2;
   }
 };
 
@@ -85,32 +94,41 @@ template <class Tile, int kBytes, int kCopy>
 struct GmemIteratorGroups {
   using S = Shapes<Tile>;
   static constexpr int kCopies = kBytes / kCopy;
+  static constexpr int kRowCopies = S::kTileN16 * kCopies;  // of one group
+  static constexpr int kParts = (kRowCopies + S::kSliceThreads - 1) / S::kSliceThreads;
 
-  const char* gmem;                                                              // n16, group 0
-  int groups, n16_left, rows, copies;
+  const char* gmem;  // this thread's bytes of group 0
+  int64_t part_bytes;  // from one part to the next
+  int smem_offset, rows;
+  int groups, n16_left;
   int thread;
 
   W4_DEVICE GmemIteratorGroups(const GemmArgs& args, const void* operand, int n16, int slice_thread) {
-    groups = args.groups;
-    gmem = static_cast<const char*>(operand) + static_cast<int64_t>(n16) * args.groups * kBytes;
-    n16_left = args.n16 - n16;
+    const int i = slice_thread / kCopies, piece = slice_thread % kCopies;
+    gmem = static_cast<const char*>(operand) + static_cast<int64_t>(n16 + i) * args.groups * kBytes + piece * kCopy;
+    part_bytes = static_cast<int64_t>(args.groups) * (S::kSliceThreads / kCopies) * kBytes;
     rows = S::group_rows(args.group_shift);
-    copies = S::kTileN16 * rows * kCopies;
+    smem_offset = i * rows * kBytes + piece * kCopy;
+    groups = args.groups;
+    n16_left = args.n16 - n16 - i;
     thread = slice_thread;
   }
 
-  // Copies groups [group, group + rows) into the slot.
+  // Copies groups [group, group + rows) into the slot (n16, rows).
   W4_DEVICE void Prefetch(char* slot, int group) const {
-    for (int c = thread; c < copies; c += S::kSliceThreads) {
-      const int piece = c % kCopies, at = c / kCopies;
-      const int i = at / rows, row = at % rows;
-      const bool inside = i < n16_left && group + row < groups;
-      const char* from = gmem + (static_cast<int64_t>(i) * groups + group + row) * kBytes + piece * kCopy;
-      char* to = slot + at * kBytes + piece * kCopy;
-      if constexpr (kCopy == 16) {
-        ptx::cp_async_16(to, from, inside ? 16 : 0);
-      } else {
-        ptx::cp_async_8(to, from, inside ? 8 : 0);
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const bool active = part * S::kSliceThreads + thread < kRowCopies;
+        const bool inside = part * (S::kSliceThreads / kCopies) < n16_left && group + row < groups;
+        const char* const from = gmem + part * part_bytes + static_cast<int64_t>(group + row) * kBytes;
+        char* const to = slot + smem_offset + (part * (S::kSliceThreads / kCopies) * rows + row) * kBytes;
+        if constexpr (kCopy == 16) {
+          ptx::cp_async_16(to, from, inside ? 16 : 0, active);
+        } else {
+          ptx::cp_async_8(to, from, inside ? 8 : 0, active);
+        }
       }
     }
   }
@@ -134,25 +152,24 @@ struct GmemIteratorSm80 {
   GmemIteratorV<Tile> gmem_V;
   GroupIter<Tile::kStages> groups;
   SmemIter<Tile::kStages> stage;
-  int k, k_tiles_left;                                                           // first k of the slice; tiles to issue
+  int k;  // first k of the slice
   int group_shift;
 
   W4_DEVICE GmemIteratorSm80(const GemmArgs& args, const WorkTile& work, int warp_n, int warp_m, int slice, int lane)
-      : gmem_A(args, work.m, work.k_tile_begin, slice, thread_of(warp_n, warp_m, lane)),
-        gmem_B(args, work.n16, work.k_tile_begin, warp_n, warp_m, slice, lane),
+      : gmem_A(args, work, slice, thread_of(warp_n, warp_m, lane)),
+        gmem_B(args, work, warp_n, warp_m, slice, lane),
         gmem_U(args, args.U, work.n16, thread_of(warp_n, warp_m, lane)),
         gmem_V(args, args.V, work.n16, thread_of(warp_n, warp_m, lane)),
         k(work.k_tile_begin * Tile::kTileK + slice * S::kSliceK),
-        k_tiles_left(work.k_tile_end - work.k_tile_begin),
         group_shift(args.group_shift) {}
 
   W4_DEVICE static int thread_of(int warp_n, int warp_m, int lane) {
     return (warp_m * Tile::kWarpsN + warp_n) * 32 + lane;
   }
 
-  // Issues part `part` of kParts: weights first, they come from the furthest.
+  // Issues part `part` of kParts: weights first, they come from the furthest. Past the last k tile the copies of A and
+  // B read nothing and write zeros to stages that nobody reads, which costs less than a branch around each.
   W4_DEVICE void Prefetch(const SharedStorage<Tile>& shared, int part) {
-    if (k_tiles_left <= 0) return;
     if (part < GmemIteratorB<Tile>::kParts) {
       gmem_B.Prefetch(shared.B + stage.at * S::kSliceBBytes, part);
     } else if (part < GmemIteratorB<Tile>::kParts + kPartsA) {
@@ -172,7 +189,6 @@ struct GmemIteratorSm80 {
     ++gmem_A;
     ++gmem_B;
     k += Tile::kTileK;
-    --k_tiles_left;
   }
 };
 

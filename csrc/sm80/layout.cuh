@@ -17,11 +17,11 @@
 namespace w4::layout {
 
 constexpr int kGrainN = 16, kGrainK = 64;
-constexpr int kStepK = 16;                                      // k of one MMA
-constexpr int kPieceBytes = 512;                                // B: 16 n x 64 k
-constexpr int kLaneBytes = 16;                                  // of a piece
-constexpr int kScaleBytes = 32;                                 // U: one group of 16 n
-constexpr int kZeroBytes = 8;                                   // V: one group of 16 n
+constexpr int kStepK = 16;  // k of one MMA
+constexpr int kPieceBytes = 512;  // B: 16 n x 64 k
+constexpr int kLaneBytes = 16;  // of a piece
+constexpr int kScaleBytes = 32;  // U: one group of 16 n
+constexpr int kZeroBytes = 8;  // V: one group of 16 n
 
 // Nibble j and j + 4 of a word are elements 0 and 1 of register j of the 16-row operand: row g + 8 (j % 2),
 // k = 2 t + 8 (j / 2) + {0, 1}.
@@ -33,6 +33,8 @@ W4_HOST_DEVICE constexpr int64_t piece_offset(int64_t n16, int64_t k64, int64_t 
 W4_HOST_DEVICE constexpr int64_t scale_offset(int64_t n16, int64_t group, int64_t groups) {
   return (n16 * groups + group) * kScaleBytes;
 }
-W4_HOST_DEVICE constexpr int64_t zero_offset(int64_t n16, int64_t group, int64_t groups) { return (n16 * groups + group) * kZeroBytes; }
+W4_HOST_DEVICE constexpr int64_t zero_offset(int64_t n16, int64_t group, int64_t groups) {
+  return (n16 * groups + group) * kZeroBytes;
+}
 
 }  // namespace w4::layout

@@ -1,5 +1,5 @@
-// Shared memory -> MMA operands, and the MMAs of one k step. The weights are the 16-row operand (D^T = W A^T), so m <= 8
-// wastes nothing and the packed B needs no ldmatrix.
+// Shared memory -> MMA operands, and the MMAs of one k step. The weights are the 16-row operand (D^T = W A^T), so m <=
+// 8 wastes nothing and the packed B needs no ldmatrix.
 #pragma once
 
 #include "dequant.cuh"
@@ -14,7 +14,7 @@ struct FragmentA {
   static constexpr int kSteps = 4;
 
   // Which row and chunk this lane addresses for ldmatrix: rows of 8 m (or 8 m of another k half) by lane / 8.
-  const char* row;                                                               // of the slice's stage 0, k64 block 0
+  const char* row;  // of the slice's stage 0, k64 block 0
   int swizzle, half;
 
   W4_DEVICE FragmentA(const char* smem_A, int warp_m, int lane) {

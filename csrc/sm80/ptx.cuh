@@ -43,17 +43,22 @@ W4_DEVICE void sync_named(int id) {
 
 W4_DEVICE uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
-// 16 bytes through L2 only; the bytes from `bytes` (0 to 16) on are written as 0, and nothing is read where it is 0.
-// L2::128B: weights are read once and in order, so the next sectors of the line are wanted too.
-W4_DEVICE void cp_async_16(void* shared, const void* global, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
-               "r"(bytes)
-               : "memory");
+// Copies 16 bytes through L2 only where `active`; the bytes from `bytes` (0 to 16) on are written as 0, and nothing is
+// read where it is 0. L2::128B: weights are read once and in order, so the next sectors of the line are wanted too.
+// `active` predicates the instruction itself: a branch could leave the warp diverged at the next mma.sync.
+W4_DEVICE void cp_async_16(void* shared, const void* global, int bytes, bool active = true) {
+  asm volatile(
+      "{.reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;}" ::"r"(
+          shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(static_cast<int>(active))
+      : "memory");
 }
 
-// 8 bytes, or 0 where bytes is 0.
-W4_DEVICE void cp_async_8(void* shared, const void* global, int bytes) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared_address(shared)), "l"(global), "r"(bytes)
+// The same for 8 bytes, or 8 zeros where bytes is 0.
+W4_DEVICE void cp_async_8(void* shared, const void* global, int bytes, bool active = true) {
+  asm volatile("{.reg .pred p;\n setp.ne.b32 p, %3, 0;\n @p cp.async.ca.shared.global [%0], [%1], 8, %2;}" ::"r"(
+                   shared_address(shared)),
+               "l"(global), "r"(bytes), "r"(static_cast<int>(active))
                : "memory");
 }
 
