@@ -111,4 +111,4 @@ class CanonicalW4:
         With float32 scales the product rounds once, as the formula says.
         """
         g = self.group_of_column()
-        return (self.q.float() - self.z.float()[:, g]) * self.s.float()[:, g]                     # (n, k)
+        return (self.q.float() - self.z.float()[:, g]) * self.s.float()[:, g]  # (n, k)

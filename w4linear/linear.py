@@ -70,7 +70,9 @@ class W4Linear(nn.Module):
         if in_features < 1 or out_features < 1:
             raise ValueError(f"in_features={in_features}, out_features={out_features}, expected at least 1 each")
         if group_size < 1:
-            raise ValueError(f"group_size={group_size}, expected a positive size; per-channel is in_features={in_features}")
+            raise ValueError(
+                f"group_size={group_size}, expected a positive size; per-channel is in_features={in_features}"
+            )
         if dtype not in packing.COMPUTE_DTYPES:
             raise ValueError(f"dtype={dtype}, expected torch.float16 or torch.bfloat16")
         self.in_features, self.out_features = in_features, out_features
@@ -106,9 +108,7 @@ class W4Linear(nn.Module):
         layer.group_size, layer.groups, layer.symmetric = p.group, p.groups, p.V is None
         for name in BUFFERS[:-1]:
             layer.register_buffer(name, getattr(p, name))
-        layer.register_buffer(
-            "layout", torch.tensor(layer._layout_values(), dtype=torch.int32, device=p.B.device)
-        )
+        layer.register_buffer("layout", torch.tensor(layer._layout_values(), dtype=torch.int32, device=p.B.device))
         layer._filled = True
         return layer
 
@@ -155,7 +155,14 @@ class W4Linear(nn.Module):
         """(out_features, in_features) weights in ``dtype`` (default: the compute dtype), rounded once."""
         self._require_weights()
         return _dequantize(
-            self.B, self.U, self.V, self.perm, self.out_features, self.in_features, self.kernel_group, dtype or self.U.dtype
+            self.B,
+            self.U,
+            self.V,
+            self.perm,
+            self.out_features,
+            self.in_features,
+            self.kernel_group,
+            dtype or self.U.dtype,
         )
 
     @property
@@ -231,7 +238,9 @@ class W4Linear(nn.Module):
 
     def _require_weights(self) -> None:
         if not self._filled:
-            raise RuntimeError("W4Linear has no weights yet: load_state_dict it, or make it with from_canonical or from_linear")
+            raise RuntimeError(
+                "W4Linear has no weights yet: load_state_dict it, or make it with from_canonical or from_linear"
+            )
 
     def _apply(self, fn: Any, recurse: bool = True) -> W4Linear:
         # .float() and .double() leave 16-bit scales alone: packed layers compute in 16 bit, and nothing would be gained.
@@ -341,7 +350,7 @@ class _GemmWithGrad(torch.autograd.Function):
 def _dequantize(
     B: Tensor, U: Tensor, V: Tensor | None, perm: Tensor | None, n: int, k: int, group: int, dtype: torch.dtype
 ) -> Tensor:
-    w = packing.dequantize_packed(B, U, V, n, group, dtype)                                   # (n, packed k)
+    w = packing.dequantize_packed(B, U, V, n, group, dtype)  # (n, packed k)
     if perm is None:
         return w[:, :k].contiguous()
     out = torch.empty((n, k), dtype=dtype, device=w.device)

@@ -130,14 +130,14 @@ def pack(w: CanonicalW4, dtype: torch.dtype = torch.float16) -> Packed:
     n16 = -(-n // GRAIN_N)
     packed_k = perm.numel() if perm is not None else -(-k // GRAIN_K) * GRAIN_K
     B = torch.empty((n16, packed_k // GRAIN_K, 32, 4), dtype=torch.int32, device=w.q.device)
-    U = _pad_rows(s[:, source], n16 * GRAIN_N)                                                # (16 n16, packed groups)
-    U = U.view(n16, 2, 8, -1).permute(0, 3, 2, 1).reshape(n16, -1, 16).contiguous()           # (n16, groups, 16)
-    z = w.z[:, source]                                                                        # (n, packed groups)
+    U = _pad_rows(s[:, source], n16 * GRAIN_N)  # (16 n16, packed groups)
+    U = U.view(n16, 2, 8, -1).permute(0, 3, 2, 1).reshape(n16, -1, 16).contiguous()  # (n16, groups, 16)
+    z = w.z[:, source]  # (n, packed groups)
     V = None
     if not w.symmetric:
-        v = _pad_rows(z, n16 * GRAIN_N).view(n16, 2, 8, -1).permute(0, 3, 2, 1)               # (n16, groups, 8, 2)
-        V = (v[..., 0] | (v[..., 1] << 4)).contiguous()                                       # (n16, groups, 8)
-    padding = _padding_columns(perm, k, packed_k, w.q.device)                                 # packed positions with no column
+        v = _pad_rows(z, n16 * GRAIN_N).view(n16, 2, 8, -1).permute(0, 3, 2, 1)  # (n16, groups, 8, 2)
+        V = (v[..., 0] | (v[..., 1] << 4)).contiguous()  # (n16, groups, 8)
+    padding = _padding_columns(perm, k, packed_k, w.q.device)  # packed positions with no column
     padding_group = torch.div(padding, size, rounding_mode="floor").clamp(max=z.shape[1] - 1)
     block = max(1, _BLOCK_CODES["cpu" if w.q.device.type == "cpu" else "other"] // (packed_k * GRAIN_N)) * GRAIN_N
     for row in range(0, n16 * GRAIN_N, block):
@@ -148,7 +148,7 @@ def pack(w: CanonicalW4, dtype: torch.dtype = torch.float16) -> Packed:
         elif packed_k != k:
             q = torch.nn.functional.pad(q, (0, packed_k - k))
         if padding.numel():
-            q[:, padding] = z[rows][:, padding_group]                                         # w = 0
+            q[:, padding] = z[rows][:, padding_group]  # w = 0
         q = _pad_rows(q, rows.stop - rows.start, value=8 if w.symmetric else 0)
         B[row // GRAIN_N : rows.stop // GRAIN_N] = _pack_codes(q)
     bias = None if w.bias is None else w.bias.to(dtype).contiguous()
@@ -163,12 +163,12 @@ def unpack(p: Packed) -> CanonicalW4:
     n16, k64 = p.B.shape[:2]
     block = max(1, _BLOCK_CODES["cpu" if device.type == "cpu" else "other"] // (k64 * GRAIN_K * GRAIN_N))
     position = None
-    if p.perm is not None:                                                                    # packed position of each column
+    if p.perm is not None:  # packed position of each column
         used = (p.perm >= 0).nonzero()[:, 0]
         position = torch.empty(k, dtype=torch.int64, device=device)
         position[p.perm[used].long()] = used
     for tile in range(0, n16, block):
-        codes = _unpack_codes(p.B[tile : tile + block])                                       # (rows, packed k)
+        codes = _unpack_codes(p.B[tile : tile + block])  # (rows, packed k)
         codes = codes[: n - tile * GRAIN_N]
         rows = slice(tile * GRAIN_N, tile * GRAIN_N + codes.shape[0])
         q[rows] = codes[:, :k] if position is None else codes[:, position]
@@ -197,7 +197,7 @@ def unpack_zeros(V: Tensor | None, U: Tensor, n: int) -> Tensor:
     n16, groups, _ = U.shape
     if V is None:
         return torch.full((n, groups), 8, dtype=torch.uint8, device=U.device)
-    z = torch.stack((V & 15, V >> 4), dim=-1)                                                 # (n16, groups, 8, 2)
+    z = torch.stack((V & 15, V >> 4), dim=-1)  # (n16, groups, 8, 2)
     return z.permute(0, 3, 2, 1).reshape(n16 * GRAIN_N, groups)[:n]
 
 
@@ -211,7 +211,7 @@ def dequantize_packed(B: Tensor, U: Tensor, V: Tensor | None, n: int, group: int
         rows = slice(tile * GRAIN_N, min((tile + block) * GRAIN_N, n))
         tiles = slice(tile, tile + block)
         count = rows.stop - rows.start
-        q = _unpack_codes(B[tiles])[:count].float()                                           # (rows, packed k)
+        q = _unpack_codes(B[tiles])[:count].float()  # (rows, packed k)
         s = unpack_scales(U[tiles], count).float()
         z = unpack_zeros(None if V is None else V[tiles], U[tiles], count).float()
         out[rows] = ((q - z[:, column_group]) * s[:, column_group]).to(dtype)
@@ -248,8 +248,8 @@ def _sort_columns(w: CanonicalW4, size: int) -> tuple[Tensor | None, Tensor | No
     # Columns sorted by group (stable, so equal layers pack equally), each group cut into chunks of `size`. A group that
     # no column names still gets one chunk of padding, since unpack must give its scale back.
     order = torch.argsort(g_idx, stable=True)
-    chunks = torch.div(counts + size - 1, size, rounding_mode="floor").clamp(min=1)           # (groups,)
-    start = torch.cumsum(chunks, 0) - chunks                                                  # first chunk of each group
+    chunks = torch.div(counts + size - 1, size, rounding_mode="floor").clamp(min=1)  # (groups,)
+    start = torch.cumsum(chunks, 0) - chunks  # first chunk of each group
     rank = torch.arange(k, device=device) - (torch.cumsum(counts, 0) - counts)[g_idx[order]]
     total = int(chunks.sum())
     perm = torch.full((-(-total * size // GRAIN_K) * GRAIN_K,), -1, dtype=torch.int32, device=device)
@@ -261,14 +261,14 @@ def _pack_codes(q: Tensor) -> Tensor:
     """q (16 a, 64 b) uint8 -> (a, b, 32, 4) int32."""
     n16, k64 = q.shape[0] // GRAIN_N, q.shape[1] // GRAIN_K
     rows = q.view(n16, 2, 8, k64 * GRAIN_K)
-    byte = rows[:, 0] | (rows[:, 1] << 4)                                                     # (n16, g, k): rows g, g + 8
-    byte = byte.view(n16, 8, k64, 4, 2, 4, 2).permute(0, 2, 1, 5, 3, 6, 4)                    # n16 k64 g t s e h
+    byte = rows[:, 0] | (rows[:, 1] << 4)  # (n16, g, k): rows g, g + 8
+    byte = byte.view(n16, 8, k64, 4, 2, 4, 2).permute(0, 2, 1, 5, 3, 6, 4)  # n16 k64 g t s e h
     return byte.reshape(n16, k64, 32, 4, 4).view(torch.int32).view(n16, k64, 32, 4)
 
 
 def _unpack_codes(B: Tensor) -> Tensor:
     """(a, b, 32, 4) int32 -> q (16 a, 64 b) uint8."""
     n16, k64 = B.shape[:2]
-    byte = B.contiguous().view(torch.uint8).view(n16, k64, 8, 4, 4, 2, 2)                     # n16 k64 g t s e h
-    byte = byte.permute(0, 2, 1, 4, 6, 3, 5).reshape(n16, 8, k64 * GRAIN_K)                   # (n16, g, k)
+    byte = B.contiguous().view(torch.uint8).view(n16, k64, 8, 4, 4, 2, 2)  # n16 k64 g t s e h
+    byte = byte.permute(0, 2, 1, 4, 6, 3, 5).reshape(n16, 8, k64 * GRAIN_K)  # (n16, g, k)
     return torch.stack((byte & 15, byte >> 4), dim=1).view(n16 * GRAIN_N, k64 * GRAIN_K)

@@ -11,9 +11,7 @@ from w4linear.canonical import CanonicalW4
 CLIP_FRACTIONS = tuple(1.0 - 0.05 * i for i in range(10))
 
 
-def quantize(
-    weight: Tensor, group_size: int = 128, symmetric: bool = False, bias: Tensor | None = None
-) -> CanonicalW4:
+def quantize(weight: Tensor, group_size: int = 128, symmetric: bool = False, bias: Tensor | None = None) -> CanonicalW4:
     """Quantizes (n, k) weights to 4 bits, each group with the clip that has the least squared error.
 
     Args:
@@ -38,7 +36,7 @@ def quantize(
     groups = -(-k // group)
     padded = torch.nn.functional.pad(w, (0, groups * group - k)).view(n, groups, group)
     inside = (torch.arange(groups * group, device=w.device) < k).view(groups, group)
-    low, high = padded.amin(-1), padded.amax(-1)                                              # (n, groups); 0 is inside
+    low, high = padded.amin(-1), padded.amax(-1)  # (n, groups); 0 is inside
     low, high = low.clamp(max=0), high.clamp(min=0)
     best_error = torch.full_like(low, torch.inf)
     best_s, best_z = torch.zeros_like(low), torch.full_like(low, 8)

@@ -27,9 +27,9 @@ MODES = ("auto", "exact", "bf16")
 
 @dataclass(frozen=True)
 class _Int4Pack:
-    versions: tuple[int, ...]                                 # of B, U and V when it was made
-    codes: Tensor                                             # what _convert_weight_to_int4pack_for_cpu gives
-    scale_and_zero: Tensor                                    # (packed groups, padded n, 2) bfloat16
+    versions: tuple[int, ...]  # of B, U and V when it was made
+    codes: Tensor  # what _convert_weight_to_int4pack_for_cpu gives
+    scale_and_zero: Tensor  # (packed groups, padded n, 2) bfloat16
 
 
 # One entry a layer, keyed by its B, so that a layer that goes away takes its copy along.
@@ -51,7 +51,9 @@ def mode() -> str:
 
 def status() -> BackendStatus:
     """The CPU backend always runs; says through what."""
-    return BackendStatus(True, f"torch {torch.__version__} int4 GEMM in bfloat16, else dequantize (W4LINEAR_CPU={mode()})")
+    return BackendStatus(
+        True, f"torch {torch.__version__} int4 GEMM in bfloat16, else dequantize (W4LINEAR_CPU={mode()})"
+    )
 
 
 def gemm(
@@ -69,7 +71,7 @@ def gemm(
     a = x.reshape(-1, k)
     packed_k = B.shape[1] * packing.GRAIN_K
     if perm is not None:
-        a = torch.where(perm >= 0, a[:, perm.clamp(min=0).long()], 0)                         # (m, packed k)
+        a = torch.where(perm >= 0, a[:, perm.clamp(min=0).long()], 0)  # (m, packed k)
     elif packed_k != k:
         a = torch.nn.functional.pad(a, (0, packed_k - k))
     chosen = mode()
@@ -98,7 +100,7 @@ def _fits_int4(group: int, groups: int) -> bool:
 
 def _int4(a: Tensor, B: Tensor, U: Tensor, V: Tensor | None, group: int) -> Tensor:
     """a (m, packed k) bfloat16 -> (m, 16 n16)."""
-    whole = -(-a.shape[1] // group) * group                                                   # torch wants k % group == 0
+    whole = -(-a.shape[1] // group) * group  # torch wants k % group == 0
     pack = _int4_pack(B, U, V, group, whole)
     if whole != a.shape[1]:
         a = torch.nn.functional.pad(a, (0, whole - a.shape[1]))
@@ -113,14 +115,14 @@ def _int4_pack(B: Tensor, U: Tensor, V: Tensor | None, group: int, whole: int) -
     if found is not None and found.versions == versions:
         return found
     rows = B.shape[0] * packing.GRAIN_N
-    q = packing._unpack_codes(B)                                                              # (rows, packed k)
+    q = packing._unpack_codes(B)  # (rows, packed k)
     q = torch.nn.functional.pad(q, (0, whole - q.shape[1])).int()
     codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
     groups = whole // group
     s = torch.nn.functional.pad(packing.unpack_scales(U, rows).float(), (0, groups - U.shape[1]))
     z = packing.unpack_zeros(V, U, rows).float()
     z = torch.nn.functional.pad(z, (0, groups - U.shape[1]))
-    pair = torch.stack((s, (8 - z) * s), dim=-1)                                              # value = (q - 8) s + zero
+    pair = torch.stack((s, (8 - z) * s), dim=-1)  # value = (q - 8) s + zero
     pack = _Int4Pack(versions, codes, pair.permute(1, 0, 2).to(torch.bfloat16).contiguous())
     _packs[B] = pack
     return pack
