@@ -80,7 +80,8 @@ def gemm(
     else:
         y = a @ packing.dequantize_packed(B, U, V, n, group, x.dtype).t()
     if bias is not None:
-        y = y + bias.to(y.dtype)
+        wide = torch.promote_types(y.dtype, torch.float32)
+        y = (y.to(wide) + bias.to(wide)).to(x.dtype)                                              # bias itself is not rounded
     return y.contiguous().view(*x.shape[:-1], n)
 
 
