@@ -78,10 +78,13 @@ def gemm(
     if (chosen == "bf16" or (chosen == "auto" and x.dtype == torch.bfloat16)) and _fits_int4(group, U.shape[1]):
         y = _int4(a.to(torch.bfloat16), B, U, V, group)[:, :n].to(x.dtype)
     else:
-        y = a @ packing.dequantize_packed(B, U, V, n, group, x.dtype).t()
+        weight = packing.dequantize_packed(B, U, V, n, group, x.dtype)
+        # With a bias the sum stays in float32 until it is added; rounding before would err by an ulp of y - bias.
+        wide = x.dtype if bias is None else torch.promote_types(x.dtype, torch.float32)
+        y = a.to(wide) @ weight.to(wide).t()
     if bias is not None:
         wide = torch.promote_types(y.dtype, torch.float32)
-        y = (y.to(wide) + bias.to(wide)).to(x.dtype)                                              # bias itself is not rounded
+        y = (y.to(wide) + bias.to(wide)).to(x.dtype)
     return y.contiguous().view(*x.shape[:-1], n)
 
 
