@@ -56,7 +56,7 @@ def test_tied_head_is_left_and_still_tied() -> None:
 
 def test_bad_group_names_the_layer_and_swaps_nothing() -> None:
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(100, 16))
-    with pytest.raises(UnsupportedLayerError, match="^1: group=24"):
+    with pytest.raises(UnsupportedLayerError, match=r"^1: group=24"):
         patch_model(model, group_size=24)
     assert type(model[0]) is nn.Linear
 

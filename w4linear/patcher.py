@@ -110,9 +110,9 @@ def patch_model(
     """Replaces linear layers of ``model`` by W4Linear, in place.
 
     nn.Linear layers are quantized (round to nearest with a searched clip). Device, training mode and sharing stay: one
-    layer that is reached by two names becomes one W4Linear. Left alone, with the reason in the report: layers that share
-    their weight with another module (a tied head), subclasses of nn.Linear, Conv1D, layers with hooks, and layers that
-    another library quantized (their checkpoint loads through `load_model`).
+    layer that is reached by two names becomes one W4Linear. Left alone, with the reason in the report: layers that
+    share their weight with another module (a tied head), subclasses of nn.Linear, Conv1D, layers with hooks, and layers
+    that another library quantized (their checkpoint loads through `load_model`).
 
     Every check runs before the first layer is swapped.
 
@@ -261,7 +261,7 @@ def save_model(
 
 
 class _SavePretrained:
-    """``save_pretrained`` of a model with W4Linear layers. An object, so that the model still pickles and deep-copies."""
+    """``save_pretrained`` of a model with W4Linear layers. An object, so that the model still pickles."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -317,7 +317,7 @@ def _check_linear(linear: nn.Linear, name: str, group_size: int) -> None:
     weight = linear.weight
     if weight.is_meta:
         raise ValueError(
-            f"{name}.weight is on the meta device, there is nothing to quantize; load the weights first, or use load_model"
+            f"{name}.weight is on the meta device and holds nothing to quantize; load it first, or use load_model"
         )
     if group_size < 1:
         raise ValueError(f"{name}: group_size={group_size}, expected a positive size")

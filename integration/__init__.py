@@ -1,0 +1,1 @@
+"""Glue to other libraries; each module imports its library and nothing else does."""
