@@ -1,0 +1,77 @@
+"""What `w4linear.convert` writes: quant_method "w4linear", each layer the state dict of a `W4Linear`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from w4linear.canonical import CanonicalW4
+from w4linear.formats.base import (
+    CheckpointError,
+    Format,
+    LayerConfig,
+    Note,
+    QuantConfig,
+    Sizes,
+    TensorError,
+    expect,
+)
+from w4linear.linear import BUFFERS, LAYOUT_FIELDS, W4Linear
+from w4linear.packing import COMPUTE_DTYPES, GRAIN_N, LAYOUT_VERSION
+
+
+class PackedW4(Format):
+    """This package's own layout."""
+
+    name = "w4linear"
+    required = ("B", "U", "layout")
+    optional = tuple(name for name in BUFFERS if name not in ("B", "U", "layout"))
+    scales = "U"
+    small = ("layout",)
+
+    def matches(self, quant_config: QuantConfig, keys: Iterable[str]) -> str | None:
+        method = quant_config.get("quant_method")
+        return None if method == self.name else f"quant_method is {method!r}, expected {self.name!r}"
+
+    def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
+        if (version := quant_config.get("layout_version")) != LAYOUT_VERSION:
+            raise CheckpointError(
+                f"layout_version is {version}, this package reads {LAYOUT_VERSION}; convert the original checkpoint again"
+            )
+        module = (quant_config.get("modules") or {}).get(name)
+        if module is None:
+            raise CheckpointError(f"{name}: not listed in the config's quantization_config.modules; convert again")
+        return LayerConfig(name, module["group_size"], module["symmetric"])
+
+    def sizes(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note) -> Sizes:
+        values = dict(zip(LAYOUT_FIELDS, tensors["layout"].flatten().tolist(), strict=False))
+        if values.get("version") != LAYOUT_VERSION or len(values) != len(LAYOUT_FIELDS):
+            raise TensorError("layout", f"has version {values.get('version')}, this package reads {LAYOUT_VERSION}; convert again")
+        if tensors["U"].dtype not in COMPUTE_DTYPES:
+            raise TensorError("U", f"is {tensors['U'].dtype}, expected torch.float16 or torch.bfloat16")
+        size = Sizes(values["out_features"], values["in_features"], values["group_size"], values["groups"])
+        if bool(values["symmetric"]) != config.symmetric or size.group != config.group_size:
+            raise TensorError("layout", f"says {values}, the config's modules another group_size or symmetric; convert again")
+        n16 = -(-size.n // GRAIN_N)
+        expect(tensors, "B", (n16, *tensors["B"].shape[1:2], 32, 4), "(ceil(n / 16), k64, 32, 4)")
+        expect(tensors, "U", (n16, *tensors["U"].shape[1:2], 16), "(ceil(n / 16), groups, 16)")
+        expect(tensors, "bias", (size.n,), "(n,)")
+        return size
+
+    def read(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> CanonicalW4:
+        size = self.sizes(tensors, config, note)
+        self.check_values(tensors, size.groups)
+        layer = W4Linear(
+            size.k,
+            size.n,
+            bias="bias" in tensors,
+            group_size=size.group,
+            symmetric=config.symmetric,
+            dtype=tensors["U"].dtype,
+        )
+        try:
+            layer.load_state_dict(dict(tensors))
+        except RuntimeError as error:
+            raise TensorError("B", f"and the other tensors do not load: {error}") from error
+        return layer.to_canonical()
