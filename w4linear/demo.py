@@ -81,7 +81,10 @@ def run(
         after = load_model(model, device_map=device)
     else:
         console.print(f"loading {Path(model).name} in bfloat16 on {device}")
-        before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **source).to(device).eval()
+        options = {**source}
+        if source:
+            options["quantization_config"] = _gguf_config()
+        before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **options).to(device).eval()
         rows["before"] = measure(before, tokenizer, tokens)
         console.print(str(patch_model(before, group_size=group_size)), highlight=False, markup=False)
         with tempfile.TemporaryDirectory(prefix="w4linear-demo-") as folder:
@@ -97,6 +100,14 @@ def run(
     for label, row in rows.items():
         console.print(f"{label}: {row['text']}", highlight=False, markup=False)
     return rows
+
+
+def _gguf_config() -> Any:
+    """Asks transformers to turn GGUF blocks into plain weights; None for a version that always does."""
+    import transformers
+
+    kind = getattr(transformers, "GgufConfig", None)
+    return None if kind is None else kind(dequantize=True)
 
 
 def fetch(console: Console) -> Path:
