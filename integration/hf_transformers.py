@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from w4linear.checkpoint import Checkpoint, CheckpointError, resolve
 
 from w4linear import packing
+from w4linear.checkpoint import Checkpoint, CheckpointError, resolve
 from w4linear.linear import BUFFERS, W4Linear
 from w4linear.patcher import own_saving
 
@@ -91,7 +91,7 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
     used = set()
     for name in checkpoint.layers:
         linear = modules[name]
-        if checkpoint.format.name == "w4linear":
+        if checkpoint.format_name == "w4linear":
             layer = _packed_layer(checkpoint, name, linear, compute).to(device)
         else:
             w = checkpoint.read_layer(name)
@@ -103,35 +103,19 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
         if linear.bias is not None and layer.bias is None:
             raise CheckpointError(f"no tensor for {name}.bias; the model would be random there")
         layer.eval()
-        parent, _, child = name.rpartition(".")
-        setattr(model.get_submodule(parent), child, layer)
+        for other, module in modules.items():
+            if module is linear:  # one module under several names stays one
+                parent, _, child = other.rpartition(".")
+                setattr(model.get_submodule(parent), child, layer)
         used.update(f"{name}.{buffer}" for buffer in BUFFERS)
     return used
 
 
 def _packed_layer(checkpoint: Any, name: str, linear: nn.Linear, compute: torch.dtype) -> W4Linear:
-    settings = checkpoint.quant_config["modules"][name]
-    layer = W4Linear(
-        linear.in_features,
-        linear.out_features,
-        settings["bias"],
-        group_size=settings["group_size"],
-        symmetric=settings["symmetric"],
-        device="meta",
-    )
-    wanted = ["B", "U", "layout", *(["bias"] if settings["bias"] else ()), *(() if settings["symmetric"] else ["V"])]
-    state = {buffer: checkpoint.read_tensor(f"{name}.{buffer}") for buffer in wanted}
-    for buffer in ("perm", "group_map"):  # only where the layer has act-order
-        with contextlib.suppress(KeyError, CheckpointError):
-            state[buffer] = checkpoint.read_tensor(f"{name}.{buffer}")
-    layer = layer.to_empty(device="cpu")
-    layer.U = layer.U.to(state["U"].dtype)
-    if layer.bias is not None:
-        layer.bias = layer.bias.to(layer.U.dtype)
-    try:
-        layer.load_state_dict(state, assign=True)
-    except RuntimeError as error:
-        raise CheckpointError(f"{name}: {error}") from None
+    layer = W4Linear.from_packed(checkpoint.read_packed(name))
+    got, want = (layer.out_features, layer.in_features), (linear.out_features, linear.in_features)
+    if got != want:
+        raise CheckpointError(f"{name} is {got} (out, in) in the file, {want} in the model's config")
     return layer.to(compute) if compute in packing.COMPUTE_DTYPES else layer
 
 

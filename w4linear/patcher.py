@@ -194,7 +194,7 @@ def quantization_config(model: nn.Module) -> dict[str, Any]:
             "group_size": layer.group_size,
             "symmetric": layer.symmetric,
         }
-        for name, layer in model.named_modules(remove_duplicate=False)
+        for name, layer in model.named_modules()
         if isinstance(layer, W4Linear)
     }
     return {"quant_method": "w4linear", "layout_version": packing.LAYOUT_VERSION, "source": {}, "modules": modules}
