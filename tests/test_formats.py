@@ -13,7 +13,7 @@ def words(x, dim, order=range(8)):
 
 
 def gptq(q, z, s, v):
-    return {"qweight": words(q.T, 0), "qzeros": words((z.T - (v == "v1")) & 15, 1), "scales": s.T.contiguous()}
+    return {"qweight": words(q.T, 0), "qzeros": words((z.T - int(v == "v1")) & 15, 1), "scales": s.T.contiguous()}
 
 
 def awq(q, z, s):
