@@ -21,7 +21,7 @@ def test_info_says_what_is_available_and_why_not() -> None:
     assert "cpu   available" in done.stdout and "cuda" in done.stdout and "torch" in done.stdout
 
 
-@pytest.mark.parametrize("args", [("convert",), ("convert", "a", "b", "--dtype", "int8"), ("nothing",), ("info", "--no")])
+@pytest.mark.parametrize("args", [("convert",), ("convert", "a", "b", "--dtype", "int8"), ("no",), ("info", "--no")])
 def test_wrong_usage_is_exit_2_without_a_traceback(args: tuple[str, ...]) -> None:
     done = run(*args)
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -86,11 +86,13 @@ def test_save_and_load_give_the_same_bits(tied: bool, dtype: torch.dtype, tmp_pa
 
 
 def test_plain_transformers_refuses_the_folder(packed: Path) -> None:
-    with pytest.raises(OSError, match="model.safetensors"):
+    with pytest.raises(OSError, match=r"model\.safetensors"):
         transformers.AutoModelForCausalLM.from_pretrained(packed)
 
 
-@pytest.mark.parametrize("tensor", ["model.layers.1.mlp.up_proj.B", "model.layers.0.self_attn.q_proj.U", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "tensor", ["model.layers.1.mlp.up_proj.B", "model.layers.0.self_attn.q_proj.U", "model.norm.weight"]
+)
 def test_missing_tensor_is_named(tensor: str, packed: Path) -> None:
     rewrite(packed, lambda tensors: tensors.pop(tensor))
     with pytest.raises((ValueError, KeyError), match=tensor.replace(".", r"\.")):

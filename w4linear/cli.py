@@ -19,7 +19,7 @@ import w4linear
 from w4linear.backends import backends, cuda
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="4-bit weights, 16-bit activations."
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help="4-bit linear layers."
 )
 out = Console()
 _debug = False
@@ -43,7 +43,8 @@ def convert(src: Source, dst: Target, dtype: Dtype = "auto", overwrite: Overwrit
     """An AWQ, GPTQ or compressed-tensors checkpoint -> a packed one."""
     from w4linear.convert import convert as run
 
-    out.print(str(run(src, dst, dtype=_dtype(dtype), overwrite=overwrite, progress=True)), highlight=False, markup=False)
+    report = run(src, dst, dtype=_dtype(dtype), overwrite=overwrite, progress=True)
+    out.print(str(report), highlight=False, markup=False)
 
 
 @app.command()
@@ -98,7 +99,7 @@ def verify(src: Source, dst: Target) -> None:
 @app.command()
 def info(
     plan: Annotated[
-        tuple[int, int, int, int] | None, typer.Option(metavar="M N K GROUP", help="explain the kernel choice for a GEMM")
+        tuple[int, int, int, int] | None, typer.Option(metavar="M N K GROUP", help="explain a GEMM's kernel choice")
     ] = None,
 ) -> None:
     """Backends, GPU and versions, and why a backend is missing."""

