@@ -91,7 +91,7 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
     used = set()
     for name in checkpoint.layers:
         linear = modules[name]
-        if checkpoint.format_name == "w4linear":
+        if checkpoint.format.name == "w4linear":
             layer = _packed_layer(checkpoint, name, linear, compute).to(device)
         else:
             w = checkpoint.read_layer(name)
@@ -112,7 +112,8 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
 
 
 def _packed_layer(checkpoint: Any, name: str, linear: nn.Linear, compute: torch.dtype) -> W4Linear:
-    layer = W4Linear.from_packed(checkpoint.read_packed(name))
+    w = checkpoint.read_layer(name)  # scales come in the dtype they were packed in, so packing again gives the same bits
+    layer = W4Linear.from_canonical(w, _layer_dtype(torch.float32, w.s.dtype))
     got, want = (layer.out_features, layer.in_features), (linear.out_features, linear.in_features)
     if got != want:
         raise CheckpointError(f"{name} is {got} (out, in) in the file, {want} in the model's config")
