@@ -53,7 +53,9 @@ class TensorFiles:
         elif "model.safetensors" in files:
             files = ["model.safetensors"]
         elif len(files) != 1:
-            there = sorted(p.name for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf"})
+            there = sorted(
+                p.name for p in folder.iterdir() if p.suffix in {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+            )
             raise CheckpointError(
                 f"{folder}: expected one *.safetensors or shards with an index, found {there or 'no weights'}; pickles "
                 "(.bin, .pt) and GGUF are never loaded: save the model as safetensors"
@@ -125,7 +127,9 @@ class Checkpoint:
             if suffix not in keys:
                 raise TensorError(suffix, f"is missing; the layer has {sorted(keys)}")
         if unknown := keys.keys() - {*fmt.required, *fmt.optional}:
-            raise CheckpointError(f"{prefix}: unknown tensors {sorted(unknown)}, expected {fmt.required + fmt.optional}")
+            raise CheckpointError(
+                f"{prefix}: unknown tensors {sorted(unknown)}, expected {fmt.required + fmt.optional}"
+            )
         tensors = {s: self.files.read(k) if s in fmt.small else self.files.meta(k) for s, k in keys.items()}
         sizes = fmt.sizes(tensors, config, lambda message: self._note(prefix, message))
         kernel_group(sizes.group, sizes.k)
@@ -172,7 +176,9 @@ class Checkpoint:
 def find_quant_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """The quantization settings from config.json, quantize_config.json and quant_config.json, one spelling."""
     nested = [sub for sub in config.values() if isinstance(sub, dict)]
-    found = [sub["quantization_config"] for sub in (config, *nested) if isinstance(sub.get("quantization_config"), dict)]
+    found = [
+        sub["quantization_config"] for sub in (config, *nested) if isinstance(sub.get("quantization_config"), dict)
+    ]
     found += [read_json(p) for p in (folder / "quantize_config.json", folder / "quant_config.json") if p.is_file()]
     merged: dict[str, Any] = {}
     for source in found:
@@ -181,9 +187,13 @@ def find_quant_config(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
             if merged.setdefault(key, value) == value:
                 continue
             if key in ("bits", "sym", "zero_point", "checkpoint_format", "quant_method"):
-                raise CheckpointError(f"{folder}: config files contradict on {key}: {merged[key]!r} and {value!r}; correct one")
+                raise CheckpointError(
+                    f"{folder}: config files contradict on {key}: {merged[key]!r} and {value!r}; correct one"
+                )
             if key == "group_size":
-                warnings.warn(f"{folder}: config files say group_size {merged[key]} and {value}; tensors decide", stacklevel=3)
+                warnings.warn(
+                    f"{folder}: config files say group_size {merged[key]} and {value}; tensors decide", stacklevel=3
+                )
     return merged
 
 
@@ -214,4 +224,6 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(str(path), framework="pt")
     except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: truncated or corrupt ({error}); download it again (git lfs pull for a pointer)") from error
+        raise CheckpointError(
+            f"{path}: truncated or corrupt ({error}); download it again (git lfs pull for a pointer)"
+        ) from error

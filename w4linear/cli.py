@@ -14,6 +14,7 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from rich.table import Table
 
 import w4linear
 from w4linear.backends import backends, cuda
@@ -83,8 +84,25 @@ def inspect(path: Source, as_json: Annotated[bool, typer.Option("--json", help="
     report = run(path)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
-    else:
-        out.print(str(report), highlight=False, markup=False)
+        return
+    table = Table(
+        "layer", "n", "k", "group", "zeros", "order", "bits", title=f"{path}: {report.format or 'not readable'}"
+    )
+    for row in report.layers:
+        zeros, order = "symmetric" if row["symmetric"] else "asymmetric", "act" if row["act_order"] else ""
+        table.add_row(
+            row["name"], *map(str, (row["n"], row["k"], row["group"])), zeros, order, str(row["bits_per_weight"])
+        )
+    if report.layers:
+        out.print(table)
+    weights = sum(row["n"] * row["k"] for row in report.layers)
+    if weights:
+        mean = sum(row["n"] * row["k"] * row["bits_per_weight"] for row in report.layers) / weights
+        print(
+            f"{len(report.layers)} layers, {weights / 1e6:.1f} M weights at {mean:.2f} bits; {len(report.dense)} others"
+        )
+    for reason in report.refused:
+        print(f"refused: {reason}")
 
 
 @app.command()
@@ -92,8 +110,8 @@ def verify(src: Source, dst: Target) -> None:
     """Checks that a packed checkpoint holds the weights of its source."""
     from w4linear.convert import verify as run
 
-    result = run(src, dst)
-    out.print(f"{dst}: equal to {src}" if result is None else str(result), highlight=False, markup=False)
+    layers = run(src, dst)
+    out.print(f"{dst}: all {layers} layers equal to {src}", highlight=False, markup=False)
 
 
 @app.command()

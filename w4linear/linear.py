@@ -239,7 +239,7 @@ class W4Linear(nn.Module):
     def _require_weights(self) -> None:
         if not self._filled:
             raise RuntimeError(
-                "W4Linear has no weights yet: load_state_dict it, or make it with from_canonical or from_linear"
+                "W4Linear has no weights yet; use load_state_dict, or make it with from_canonical or from_linear"
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> W4Linear:

@@ -51,8 +51,8 @@ def kernel_group(group: int, k: int) -> int:
         if group % size == 0:
             return size
     raise UnsupportedLayerError(
-        f"group={group} with k={k} is not supported: expected a multiple of 16 (16, 32, 64, 128, 256 as they are, others "
-        "in smaller groups) or one group for all k; requantize the layer with one of these, or leave it in 16 bit"
+        f"group={group} with k={k} is not supported: expected a multiple of 16 (16, 32, 64, 128, 256 as they are, "
+        "others in smaller groups) or one group for all k; requantize the layer with one of these, or leave it in 16 bit"
     )
 
 
@@ -64,7 +64,7 @@ class Packed:
         B, U, V: the operands, shapes in the module docstring.
         bias: (n,) in the compute dtype, or None.
         perm: (packed k,) int32 source column of each packed position, -1 for padding; None without act-order.
-        group_map: (packed groups,) int32 checkpoint group of each packed group; None where it is j * kernel_group // group.
+        group_map: (packed groups,) int32 checkpoint group of each packed group; None for j * kernel_group // group.
         n, k: out and in features.
         group: the checkpoint's group size. groups: the checkpoint's group count.
     """

@@ -27,7 +27,7 @@ MODES = ("auto", "exact", "bf16")
 
 @dataclass(frozen=True)
 class _Int4Pack:
-    versions: tuple[int, ...]  # of B, U and V when it was made
+    versions: tuple[int, ...]  # of B, U, V and bias when it was made
     codes: Tensor  # what _convert_weight_to_int4pack_for_cpu gives
     scale_and_zero: Tensor  # (packed groups, padded n, 2) bfloat16
 
@@ -75,20 +75,19 @@ def gemm(
     elif packed_k != k:
         a = torch.nn.functional.pad(a, (0, packed_k - k))
     chosen = mode()
-    if (chosen == "bf16" or (chosen == "auto" and x.dtype == torch.bfloat16)) and _fits_int4(group, U.shape[1]):
-        y = _int4(a.to(torch.bfloat16), B, U, V, group)[:, :n].to(x.dtype)
+    if (chosen == "bf16" or (chosen == "auto" and x.dtype == torch.bfloat16)) and _fits_int4(group):
+        y = _int4(a.to(torch.bfloat16), B, U, V, bias, group)[:, :n]
     else:
         weight = packing.dequantize_packed(B, U, V, n, group, x.dtype)
-        # With a bias the sum stays in float32 until it is added; rounding before would err by an ulp of y - bias.
-        wide = x.dtype if bias is None else torch.promote_types(x.dtype, torch.float32)
-        y = a.to(wide) @ weight.to(wide).t()
-    if bias is not None:
-        wide = torch.promote_types(y.dtype, torch.float32)
-        y = (y.to(wide) + bias.to(wide)).to(x.dtype)
-    return y.contiguous().view(*x.shape[:-1], n)
+        if bias is None:
+            y = a @ weight.t()
+        else:  # in float32 until the bias is added: rounding before would err by an ulp of y - bias
+            wide = torch.promote_types(x.dtype, torch.float32)
+            y = torch.addmm(bias.to(wide), a.to(wide), weight.to(wide).t())
+    return y.to(x.dtype).contiguous().view(*x.shape[:-1], n)
 
 
-def _fits_int4(group: int, groups: int) -> bool:
+def _fits_int4(group: int) -> bool:
     global _told_group
     if group in INT4_GROUPS:
         return True
@@ -96,37 +95,49 @@ def _fits_int4(group: int, groups: int) -> bool:
         _told_group = True
         sizes = ", ".join(map(str, INT4_GROUPS))
         warnings.warn(
-            f"w4linear on CPU: torch's int4 GEMM takes groups {sizes}; layers with group {group} dequantize at each call",
+            f"w4linear on CPU: torch's int4 GEMM takes groups {sizes}; layers of group {group} dequantize at each call",
             stacklevel=2,
         )
     return False
 
 
-def _int4(a: Tensor, B: Tensor, U: Tensor, V: Tensor | None, group: int) -> Tensor:
-    """a (m, packed k) bfloat16 -> (m, 16 n16)."""
-    whole = -(-a.shape[1] // group) * group  # torch wants k % group == 0
-    pack = _int4_pack(B, U, V, group, whole)
-    if whole != a.shape[1]:
-        a = torch.nn.functional.pad(a, (0, whole - a.shape[1]))
+def _int4(a: Tensor, B: Tensor, U: Tensor, V: Tensor | None, bias: Tensor | None, group: int) -> Tensor:
+    """a (m, packed k) bfloat16 -> (m, 16 n16) bfloat16, rounded once.
+
+    The op returns bfloat16, so a bias added to its result would be rounded on top of a rounded sum. It travels as two
+    more groups instead, whose zero terms are its high and its low part, for an x of 1 in the first column of each.
+    """
+    pack = _int4_pack(B, U, V, bias, group)
+    columns = pack.scale_and_zero.shape[0] * group
+    if columns != a.shape[1]:
+        a = torch.nn.functional.pad(a, (0, columns - a.shape[1]))
+        if bias is not None:
+            a[:, [columns - 2 * group, columns - group]] = 1
     y: Tensor = torch.ops.aten._weight_int4pack_mm_for_cpu(a.contiguous(), pack.codes, group, pack.scale_and_zero)
     return y
 
 
-def _int4_pack(B: Tensor, U: Tensor, V: Tensor | None, group: int, whole: int) -> _Int4Pack:
-    versions = tuple(-1 if t is None or t.is_inference() else t._version for t in (B, U, V))
-    versions += (U.data_ptr(), 0 if V is None else V.data_ptr())
+def _int4_pack(B: Tensor, U: Tensor, V: Tensor | None, bias: Tensor | None, group: int) -> _Int4Pack:
+    operands = (B, U, V, bias)
+    versions = tuple(-1 if t is None or t.is_inference() else t._version for t in operands)
+    versions += tuple(0 if t is None else t.data_ptr() for t in operands)
     found: _Int4Pack | None = _packs.get(B)
     if found is not None and found.versions == versions:
         return found
     rows = B.shape[0] * packing.GRAIN_N
     q = packing._unpack_codes(B)  # (rows, packed k)
-    q = torch.nn.functional.pad(q, (0, whole - q.shape[1])).int()
+    groups = -(-q.shape[1] // group)  # torch wants k % group == 0
+    total = groups + (0 if bias is None else 2)
+    q = torch.nn.functional.pad(q, (0, total * group - q.shape[1]), value=8).int()
     codes = torch.ops.aten._convert_weight_to_int4pack_for_cpu(q, 1)
-    groups = whole // group
-    s = torch.nn.functional.pad(packing.unpack_scales(U, rows).float(), (0, groups - U.shape[1]))
-    z = packing.unpack_zeros(V, U, rows).float()
-    z = torch.nn.functional.pad(z, (0, groups - U.shape[1]))
-    pair = torch.stack((s, (8 - z) * s), dim=-1)  # value = (q - 8) s + zero
-    pack = _Int4Pack(versions, codes, pair.permute(1, 0, 2).to(torch.bfloat16).contiguous())
+    s = torch.zeros((total, rows))  # value = (q - 8) s + zero
+    zero = torch.zeros((total, rows))
+    s[: U.shape[1]] = packing.unpack_scales(U, rows).float().t()
+    zero[: U.shape[1]] = (8 - packing.unpack_zeros(V, U, rows).float().t()) * s[: U.shape[1]]
+    if bias is not None:
+        high = bias.to(torch.bfloat16).float()
+        zero[groups, : bias.shape[0]] = high
+        zero[groups + 1, : bias.shape[0]] = bias.float() - high
+    pack = _Int4Pack(versions, codes, torch.stack((s, zero), dim=-1).to(torch.bfloat16).contiguous())
     _packs[B] = pack
     return pack

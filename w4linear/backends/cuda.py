@@ -67,7 +67,8 @@ def unsupported_device(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < MINIMUM_CAPABILITY:
         have = ".".join(map(str, capability))
-        return f"{torch.cuda.get_device_name(device)} has compute capability {have}; the kernels need 8.0 or newer"
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {have}; the kernels need 8.0 or newer"
     return None
 
 
@@ -80,8 +81,8 @@ def status() -> BackendStatus:
         build = torch.version.cuda or "none, a CPU build"
         return BackendStatus(
             False,
-            f"torch {torch.__version__} (CUDA {build}) sees no GPU; this library was built with CUDA {built_with()} and "
-            "needs a driver for it (CUDA 13: 580 or newer)",
+            f"torch {torch.__version__} (CUDA {build}) sees no GPU; this library was built with CUDA {built_with()} "
+            "and needs a driver for it (CUDA 13: 580 or newer)",
         )
     gpus = []
     for index in range(torch.cuda.device_count()):

@@ -57,7 +57,9 @@ class Awq(Format):
         declared_bits(quant_config, name, quant_config.get("bits"))
         for part in quant_config.get("modules_to_not_convert") or ():
             if part in name:
-                note(f"the config's modules_to_not_convert names {part!r}, but the layer is packed; read by the tensors")
+                note(
+                    f"the config's modules_to_not_convert names {part!r}, but the layer is packed; read by the tensors"
+                )
         symmetric = quant_config.get("zero_point") is False or quant_config.get("sym") is True
         return LayerConfig(name, quant_config.get("group_size"), symmetric, variant(quant_config) or "gemm")
 
@@ -72,11 +74,15 @@ class Awq(Format):
         groups, n = tensors["scales"].shape
         if words != -(-n // 8) and words * 32 % n == 0 and words * 32 // n in (2, 3, 8):
             raise TensorError(
-                "qweight", f"is {(rows, words)} with scales {(groups, n)}: {words * 32 // n} bits, only 4 is supported; "
-                "quantize the layer with 4 bits or keep it in 16"
+                "qweight",
+                f"is {(rows, words)} with scales {(groups, n)}: {words * 32 // n} bits, only 4 is supported; "
+                "quantize the layer with 4 bits or keep it in 16",
             )
         expect(
-            tensors, "qweight", (rows, -(-n // 8)), "AWQ gemm's (k, ceil(n / 8))",
+            tensors,
+            "qweight",
+            (rows, -(-n // 8)),
+            "AWQ gemm's (k, ceil(n / 8))",
             f"scales is {(groups, n)}; if GPTQ's (k / 8, n) or another layout was meant, correct quant_method",
         )
         group = group_of(rows, groups, config.group_size, "scales", note)
@@ -94,15 +100,18 @@ class Awq(Format):
         width = tensors["scales"].shape[1]
         if width < groups or width % 8:
             raise TensorError(
-                "scales", f"is {tuple(tensors['scales'].shape)}, expected AWQ gemv's (n, zw) with zw a multiple of 8 and at "
-                f"least {groups} groups, for qweight {(n, words)} and group_size {config.group_size}"
+                "scales",
+                f"is {tuple(tensors['scales'].shape)}, expected AWQ gemv's (n, zw) with zw a multiple of 8 and at "
+                f"least {groups} groups, for qweight {(n, words)} and group_size {config.group_size}",
             )
         expect(tensors, "scales", (n, width), "AWQ gemv's (n, zw)", f"qweight is {(n, words)} = (n, k / 8)")
         expect(tensors, "qzeros", (n, width // 8), "(n, zw / 8)")
         expect(tensors, "bias", (n,), "(n,)")
         return Sizes(n, k, min(group, k), groups)
 
-    def read(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> CanonicalW4:
+    def read(
+        self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None
+    ) -> CanonicalW4:
         size = self.sizes(tensors, config, note)
         self.check_values(tensors, size.groups)
         qweight, qzeros, scales = tensors["qweight"], tensors.get("qzeros"), tensors["scales"]

@@ -96,7 +96,9 @@ class Format(ABC):
         """Checks shapes and dtypes (meta tensors do, but for ``small``); raises TensorError."""
 
     @abstractmethod
-    def read(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> CanonicalW4:
+    def read(
+        self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None
+    ) -> CanonicalW4:
         """The layer, from its tensors by suffix; raises TensorError."""
 
     def layers(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -119,11 +121,14 @@ class Format(ABC):
             values = tensors.get(suffix)
             if values is not None and not bool(torch.isfinite(values).all()):
                 at = tuple(int(i) for i in (~torch.isfinite(values)).nonzero()[0])
-                raise TensorError(suffix, f"holds {float(values[at])} at {list(at)}, expected finite values; the file is damaged")
+                raise TensorError(
+                    suffix, f"holds {float(values[at])} at {list(at)}, expected finite values; the file is damaged"
+                )
         index = tensors.get(self.index) if self.index else None
         if index is not None and not 0 <= int(index.min()) <= int(index.max()) < groups:
             raise TensorError(
-                str(self.index), f"has values {int(index.min())}..{int(index.max())}, expected 0..{groups - 1} as there are scales"
+                str(self.index),
+                f"has values {int(index.min())}..{int(index.max())}, expected 0..{groups - 1} as there are scales",
             )
 
 
@@ -140,12 +145,14 @@ def expect_common(tensors: Mapping[str, Tensor], words: Iterable[str], scales: s
         word = tensors.get(suffix)
         if word is not None and (word.dtype != torch.int32 or word.ndim != 2):
             raise TensorError(
-                suffix, f"is {tuple(word.shape)} {word.dtype}, expected 2-D torch.int32 words of eight 4-bit codes; "
-                "other packings (AWQ gemv_fast's int16, stacked experts) are not supported"
+                suffix,
+                f"is {tuple(word.shape)} {word.dtype}, expected 2-D torch.int32 words of eight 4-bit codes; "
+                "other packings (AWQ gemv_fast's int16, stacked experts) are not supported",
             )
     if tensors[scales].dtype not in SCALE_DTYPES or tensors[scales].ndim != 2 or not tensors[scales].numel():
         raise TensorError(
-            scales, f"is {tuple(tensors[scales].shape)} {tensors[scales].dtype}, expected 2-D float16, bfloat16 or float32"
+            scales,
+            f"is {tuple(tensors[scales].shape)} {tensors[scales].dtype}, expected 2-D float16, bfloat16 or float32",
         )
     if "bias" in tensors and tensors["bias"].dtype not in SCALE_DTYPES:
         raise TensorError("bias", f"is {tensors['bias'].dtype}, expected float16, bfloat16 or float32")
@@ -161,8 +168,9 @@ def group_of(k: int, groups: int, declared: int | None, scales: str, note: Note)
     fits = [k] if groups == 1 else fits
     if len(fits) != 1:
         raise TensorError(
-            scales, f"has {groups} groups over k = {k}, expected {-(-k // declared) if declared and declared > 0 else 1} "
-            f"for the config's group_size {declared}; correct group_size in the config"
+            scales,
+            f"has {groups} groups over k = {k}, expected {-(-k // declared) if declared and declared > 0 else 1} "
+            f"for the config's group_size {declared}; correct group_size in the config",
         )
     if declared is not None:
         note(f"the config says group_size {declared}, the tensors say {fits[0]}; read by the tensors")
@@ -171,7 +179,7 @@ def group_of(k: int, groups: int, declared: int | None, scales: str, note: Note)
 
 def unpack_words(words: Tensor, count: int | None = None) -> Tensor:
     """words (rows, w) int32 -> (rows, count or 8 w) uint8, nibble j of word i at column 8 i + j."""
-    byte = words.contiguous().view(torch.uint8)                                               # (rows, 4 w)
+    byte = words.contiguous().view(torch.uint8)  # (rows, 4 w)
     return torch.stack((byte & 15, byte >> 4), dim=-1).flatten(1)[:, :count]
 
 

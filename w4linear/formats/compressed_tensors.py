@@ -1,9 +1,9 @@
 """compressed-tensors ``pack-quantized``, 4 bits, groups or channels.
 
-    weight_packed (n, k/8)             nibble j of word i is column 8 i + j; stored with offset 8, which makes it q
-    weight_scale (n, groups)           weight_shape (2,) holds n, k
-    weight_zero_point (n/8, groups)    packed along n with the same offset, or int8 (n, groups) without; absent means 8
-    weight_g_idx (k)                   group of each column, with activation order
+weight_packed (n, k/8)             nibble j of word i is column 8 i + j; stored with offset 8, which makes it q
+weight_scale (n, groups)           weight_shape (2,) holds n, k
+weight_zero_point (n/8, groups)    packed along n with the same offset, or int8 (n, groups) without; absent means 8
+weight_g_idx (k)                   group of each column, with activation order
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class CompressedTensors(Format):
         scheme = _scheme(quant_config, name, note)
         weights = scheme.get("weights") or {}
         if scheme.get("input_activations"):
-            raise CheckpointError(f"{name}: activations are quantized too (input_activations); only 16-bit ones are supported")
+            raise CheckpointError(
+                f"{name}: activations are quantized too (input_activations); only 16-bit ones are supported"
+            )
         if weights.get("type", "int") != "int":
             raise CheckpointError(f"{name}: weights of type {weights['type']!r}, only 'int' of 4 bits is supported")
         declared_bits(quant_config, name, weights.get("num_bits"))
@@ -80,21 +82,26 @@ class CompressedTensors(Format):
             rows, k = (int(size) for size in shape)
             if (n, columns) != (rows, -(-k // 8)):
                 raise TensorError(
-                    "weight_packed", f"is {(n, columns)}, expected (n, ceil(k / 8)) = {(rows, -(-k // 8))} for weight_shape {(rows, k)}"
+                    "weight_packed",
+                    f"is {(n, columns)}, expected (n, ceil(k / 8)) = {(rows, -(-k // 8))} for weight_shape {(rows, k)}",
                 )
         groups = tensors["weight_scale"].shape[1]
         expect(tensors, "weight_scale", (n, groups), "(n, groups)")
         group = group_of(k, groups, config.group_size, "weight_scale", note)
         if _is_int8(zero_point):
             expect(tensors, "weight_zero_point", (n, groups), "(n, groups)")
-        expect(tensors, "weight_zero_point", (n if _is_int8(zero_point) else -(-n // 8), groups), "(ceil(n / 8), groups)")
+        expect(
+            tensors, "weight_zero_point", (n if _is_int8(zero_point) else -(-n // 8), groups), "(ceil(n / 8), groups)"
+        )
         if (index := tensors.get("weight_g_idx")) is not None and index.dtype not in (torch.int32, torch.int64):
             raise TensorError("weight_g_idx", f"is {index.dtype}, expected torch.int32")
         expect(tensors, "weight_g_idx", (k,), "(k,)")
         expect(tensors, "bias", (n,), "(n,)")
         return Sizes(n, k, group, groups)
 
-    def read(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> CanonicalW4:
+    def read(
+        self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None
+    ) -> CanonicalW4:
         size = self.sizes(tensors, config, note)
         self.check_values(tensors, size.groups)
         q = unpack_rows(tensors["weight_packed"], size.k)
@@ -105,7 +112,9 @@ class CompressedTensors(Format):
             z = torch.full((size.n, size.groups), 8, dtype=torch.uint8)
         elif _is_int8(stored):
             if not -8 <= int(stored.min()) <= int(stored.max()) <= 7:
-                raise TensorError("weight_zero_point", f"has values {int(stored.min())}..{int(stored.max())}, expected -8..7")
+                raise TensorError(
+                    "weight_zero_point", f"has values {int(stored.min())}..{int(stored.max())}, expected -8..7"
+                )
             z = (stored + 8).to(torch.uint8)
         else:
             z = unpack_columns(stored, size.n).T.contiguous()
@@ -136,6 +145,10 @@ def _scheme(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, An
             if any(matches(target) for target in scheme.get("targets") or ()):
                 return dict(scheme)
     if len(schemes) == 1:
-        note(f"no target of the config's one group matches the layer (targets {schemes[0].get('targets')}); read with that group")
+        note(
+            f"no target of the config's one group matches the layer (targets {schemes[0].get('targets')}); read with that group"
+        )
         return dict(schemes[0])
-    raise CheckpointError(f"{name}: none of the config's {len(schemes)} config_groups has it as a target; correct their targets")
+    raise CheckpointError(
+        f"{name}: none of the config's {len(schemes)} config_groups has it as a target; correct their targets"
+    )

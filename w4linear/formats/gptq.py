@@ -64,7 +64,9 @@ class Gptq(Format):
         declared_bits(quant_config, name, own.get("bits"))
         label = quant_config.get("checkpoint_format")
         if label not in _VARIANTS:
-            raise CheckpointError(f"{name}: checkpoint_format is {label!r}, expected 'gptq' or 'gptq_v2'; export it as one of these")
+            raise CheckpointError(
+                f"{name}: checkpoint_format is {label!r}, expected 'gptq' or 'gptq_v2'; export it as one of these"
+            )
         return LayerConfig(name, own.get("group_size"), own.get("sym") is True, _VARIANTS[label], _writer(quant_config))
 
     def sizes(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note) -> Sizes:
@@ -73,8 +75,9 @@ class Gptq(Format):
         words, columns = tensors["qweight"].shape
         if columns != n:
             raise TensorError(
-                "qweight", f"is {(words, columns)}, expected GPTQ's (ceil(k / 8), n) = (ceil(k / 8), {n}) for scales "
-                f"{(groups, n)}; AWQ's is (k, n / 8): correct quant_method if that was meant"
+                "qweight",
+                f"is {(words, columns)}, expected GPTQ's (ceil(k / 8), n) = (ceil(k / 8), {n}) for scales "
+                f"{(groups, n)}; AWQ's is (k, n / 8): correct quant_method if that was meant",
             )
         k, index = words * 8, tensors.get("g_idx")
         if index is not None:
@@ -83,16 +86,25 @@ class Gptq(Format):
             k = index.shape[0]
             if words != -(-k // 8) and k and words * 32 % k == 0 and words * 32 // k in (2, 3, 8):
                 raise TensorError(
-                    "qweight", f"is {(words, n)} with g_idx {(k,)}: {words * 32 // k} bits, only 4 is supported; "
-                    "quantize the layer with 4 bits or keep it in 16"
+                    "qweight",
+                    f"is {(words, n)} with g_idx {(k,)}: {words * 32 // k} bits, only 4 is supported; "
+                    "quantize the layer with 4 bits or keep it in 16",
                 )
             expect(tensors, "qweight", (-(-k // 8), n), "(ceil(k / 8), n)", f"g_idx is {(k,)}")
-        expect(tensors, "qzeros", (groups, -(-n // 8)), "(groups, ceil(n / 8))", "other widths than 4 bits are not supported")
+        expect(
+            tensors,
+            "qzeros",
+            (groups, -(-n // 8)),
+            "(groups, ceil(n / 8))",
+            "other widths than 4 bits are not supported",
+        )
         group = group_of(k, groups, config.group_size, "scales", note)
         expect(tensors, "bias", (n,), "(n,)")
         return Sizes(n, k, group, groups)
 
-    def read(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> CanonicalW4:
+    def read(
+        self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None
+    ) -> CanonicalW4:
         size = self.sizes(tensors, config, note)
         self.check_values(tensors, size.groups)
         q = unpack_columns(tensors["qweight"], size.k)
@@ -111,7 +123,7 @@ class Gptq(Format):
 
 def _zeros(words: Tensor, n: int, config: LayerConfig, note: Note) -> Tensor:
     """qzeros (groups, n/8) -> z (n, groups) uint8."""
-    stored = unpack_words(words, n)                                                           # (groups, n)
+    stored = unpack_words(words, n)  # (groups, n)
     if config.variant == "v2":
         z = stored
     elif config.symmetric and bool((stored == 8).all()):
@@ -121,7 +133,7 @@ def _zeros(words: Tensor, n: int, config: LayerConfig, note: Note) -> Tensor:
         )
         z = stored
     elif config.writer is not None and "gptqmodel" in config.writer.lower():
-        z = unpack_words((words.long() + _ONES).to(torch.int32), n)                           # carries, as it borrowed
+        z = unpack_words((words.long() + _ONES).to(torch.int32), n)  # carries, as it borrowed
     else:
         if config.writer is None and bool((stored == 15).any()):
             note(
@@ -137,7 +149,9 @@ def _dynamic(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, A
     for pattern, override in (quant_config.get("dynamic") or {}).items():
         if pattern.startswith("-:"):
             if re.match(pattern[2:], name):
-                note(f"the config's dynamic rule {pattern!r} keeps the layer dense, but it is packed; read by the tensors")
+                note(
+                    f"the config's dynamic rule {pattern!r} keeps the layer dense, but it is packed; read by the tensors"
+                )
                 return {}
         elif re.match(pattern.removeprefix("+:"), name):
             return dict(override or {})

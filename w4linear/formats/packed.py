@@ -47,19 +47,25 @@ class PackedW4(Format):
     def sizes(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note) -> Sizes:
         values = dict(zip(LAYOUT_FIELDS, tensors["layout"].flatten().tolist(), strict=False))
         if values.get("version") != LAYOUT_VERSION or len(values) != len(LAYOUT_FIELDS):
-            raise TensorError("layout", f"has version {values.get('version')}, this package reads {LAYOUT_VERSION}; convert again")
+            raise TensorError(
+                "layout", f"has version {values.get('version')}, this package reads {LAYOUT_VERSION}; convert again"
+            )
         if tensors["U"].dtype not in COMPUTE_DTYPES:
             raise TensorError("U", f"is {tensors['U'].dtype}, expected torch.float16 or torch.bfloat16")
         size = Sizes(values["out_features"], values["in_features"], values["group_size"], values["groups"])
         if bool(values["symmetric"]) != config.symmetric or size.group != config.group_size:
-            raise TensorError("layout", f"says {values}, the config's modules another group_size or symmetric; convert again")
+            raise TensorError(
+                "layout", f"says {values}, the config's modules another group_size or symmetric; convert again"
+            )
         n16 = -(-size.n // GRAIN_N)
         expect(tensors, "B", (n16, *tensors["B"].shape[1:2], 32, 4), "(ceil(n / 16), k64, 32, 4)")
         expect(tensors, "U", (n16, *tensors["U"].shape[1:2], 16), "(ceil(n / 16), groups, 16)")
         expect(tensors, "bias", (size.n,), "(n,)")
         return size
 
-    def read(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> CanonicalW4:
+    def read(
+        self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None
+    ) -> CanonicalW4:
         size = self.sizes(tensors, config, note)
         self.check_values(tensors, size.groups)
         layer = W4Linear(

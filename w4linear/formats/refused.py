@@ -8,7 +8,9 @@ from typing import Any
 
 from w4linear.formats.base import QuantConfig
 
-_INSTEAD = "use an AWQ (gemm or gemv), GPTQ or compressed-tensors pack-quantized checkpoint with 4 bits, or the 16-bit one"
+_INSTEAD = (
+    "use an AWQ (gemm or gemv), GPTQ or compressed-tensors pack-quantized checkpoint with 4 bits, or the 16-bit one"
+)
 _METHODS = {
     "awq": None,
     "gptq": None,
