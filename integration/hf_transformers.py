@@ -88,7 +88,7 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
             f"quantized layers that are no nn.Linear of {type(model).__name__}: {_some(wrong)}; the checkpoint is "
             "for another class, or this architecture keeps them in a form that is not supported (fused experts, Conv1D)"
         )
-    used = set()
+    used: set[str] = set()
     for name in checkpoint.layers:
         linear = modules[name]
         if checkpoint.format.name == "w4linear":
@@ -112,7 +112,7 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
 
 
 def _packed_layer(checkpoint: Any, name: str, linear: nn.Linear, compute: torch.dtype) -> W4Linear:
-    w = checkpoint.read_layer(name)  # scales come in the dtype they were packed in, so packing again gives the same bits
+    w = checkpoint.read_layer(name)  # scales in the dtype they were packed in: packing again gives the same bits
     layer = W4Linear.from_canonical(w, _layer_dtype(torch.float32, w.s.dtype))
     got, want = (layer.out_features, layer.in_features), (linear.out_features, linear.in_features)
     if got != want:
@@ -120,9 +120,7 @@ def _packed_layer(checkpoint: Any, name: str, linear: nn.Linear, compute: torch.
     return layer.to(compute) if compute in packing.COMPUTE_DTYPES else layer
 
 
-def _put_tensors(
-    model: nn.Module, checkpoint: Any, compute: torch.dtype, device: torch.device, used: set[str]
-) -> None:
+def _put_tensors(model: nn.Module, checkpoint: Any, compute: torch.dtype, device: torch.device, used: set[str]) -> None:
     """Fills parameters and persistent buffers by full name."""
     state = model.state_dict(keep_vars=True)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
@@ -177,7 +175,7 @@ def _parameters_on_meta() -> Iterator[None]:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
         register(module, name, param)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -208,7 +206,7 @@ def _dtype(dtype: str | torch.dtype, config: Any) -> torch.dtype:
         dtype = getattr(torch, dtype, dtype)
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"dtype={dtype}, expected 'auto', torch.float16, torch.bfloat16 or torch.float32")
-    return dtype  # type: ignore[return-value]
+    return dtype
 
 
 def _layer_dtype(compute: torch.dtype, scales: torch.dtype) -> torch.dtype:
@@ -253,9 +251,7 @@ def _spread(model: Any, device_map: Any) -> Any:
         split = list(getattr(model, "_no_split_modules", None) or ())
         memory = None
         if device_map != "sequential":
-            memory = get_balanced_memory(
-                model, no_split_module_classes=split, low_zero=device_map == "balanced_low_0"
-            )
+            memory = get_balanced_memory(model, no_split_module_classes=split, low_zero=device_map == "balanced_low_0")
         device_map = infer_auto_device_map(model, max_memory=memory, no_split_module_classes=split)
         if "disk" in device_map.values():
             raise ValueError("the model does not fit in GPU and CPU memory; offloading to disk is not supported")

@@ -156,7 +156,7 @@ def main() -> None:
 def _dtype(name: str) -> str | torch.dtype:
     if name not in ("auto", "float16", "bfloat16"):
         raise typer.BadParameter(f"{name!r}, expected auto, float16 or bfloat16", param_hint="--dtype")
-    return name if name == "auto" else getattr(torch, name)  # type: ignore[no-any-return]
+    return name if name == "auto" else getattr(torch, name)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ _NAMES = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 
 @dataclass(frozen=True)
 class ConvertReport:
-    """What a conversion wrote: ``layers`` packed and ``kept`` other tensors, in ``shards`` of ``bytes_out`` together."""
+    """What a conversion wrote: ``layers`` packed, ``kept`` other tensors, in ``shards`` of ``bytes_out`` together."""
 
     src: str
     dst: str

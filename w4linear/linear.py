@@ -243,7 +243,7 @@ class W4Linear(nn.Module):
             )
 
     def _apply(self, fn: Any, recurse: bool = True) -> W4Linear:
-        # .float() and .double() leave 16-bit scales alone: packed layers compute in 16 bit, and nothing would be gained.
+        # .float() and .double() leave 16-bit scales alone: a wider type would gain nothing.
         before = self.U.dtype
         super()._apply(fn, recurse)
         if self.U.dtype not in packing.COMPUTE_DTYPES:

@@ -52,7 +52,7 @@ def kernel_group(group: int, k: int) -> int:
             return size
     raise UnsupportedLayerError(
         f"group={group} with k={k} is not supported: expected a multiple of 16 (16, 32, 64, 128, 256 as they are, "
-        "others in smaller groups) or one group for all k; requantize the layer with one of these, or leave it in 16 bit"
+        "others in smaller groups) or one group for all k; requantize the layer so, or leave it in 16 bit"
     )
 
 
