@@ -26,7 +26,9 @@ def ct(q, z, s):
     return {"weight_packed": words(q, 1), "weight_scale": s, "weight_zero_point": words(z, 0), "weight_shape": shape}
 
 
-@pytest.mark.parametrize("n, k, group", [(64, 256, 64), (60, 176, 64), (8, 128, -1), (72, 576, 128), (1, 128, 32)])
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(64, 256, 64), (60, 176, 64), (8, 128, -1), (72, 576, 128), (1, 128, 32)]
+)
 def test_every_format_reads_q_z_s_exactly(n, k, group):
     g = torch.Generator().manual_seed(0)
     groups = 1 if group == -1 else -(-k // group)
@@ -65,7 +67,9 @@ def test_awq_tensors_under_gptq_and_the_reverse(square):
         FORMATS["awq"].read(gptq(q, z, s, "v1"), LayerConfig("l", 64, False, "gemm"))
 
 
-@pytest.mark.parametrize("config", [{"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 8}, {"quant_method": "hqq"}])
+@pytest.mark.parametrize(
+    "config", [{"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 8}, {"quant_method": "hqq"}]
+)
 def test_refused_by_name(config):
     with pytest.raises(CheckpointError, match="not supported"):
         detect(config, ["a.qweight"])

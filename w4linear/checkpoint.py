@@ -93,6 +93,8 @@ class Checkpoint:
     format: Format
     layers: dict[str, LayerSpec]
     problems: list[str]
+    files: TensorFiles
+    _said: set[str]
 
     @classmethod
     def open(cls, path: str | Path, *, strict: bool = True) -> Checkpoint:
@@ -101,7 +103,7 @@ class Checkpoint:
         self.path = Path(path)
         if not self.path.is_dir():
             raise CheckpointError(f"{path}: not a folder")
-        self._said: set[str] = set()
+        self._said = set()
         self.config = read_json(self.path / "config.json")
         self.quant_config = find_quant_config(self.path, self.config)
         self.files = TensorFiles(self.path)

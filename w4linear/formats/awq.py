@@ -1,8 +1,9 @@
 """AWQ, ``gemm`` and ``gemv``.
 
-    gemm   qweight (k, n/8), qzeros (groups, n/8), scales (groups, n)   nibble p of word i is column 8 i + ORDER[p]
-    gemv   qweight (n, k/8), qzeros (n, zw/8), scales (n, zw)           nibble j of word i is column 8 i + j; zw >= groups
+    gemm   qweight (k, n/8), qzeros (groups, n/8), scales (groups, n)  nibble p of word i is column 8 i + ORDER[p]
+    gemv   qweight (n, k/8), qzeros (n, zw/8), scales (n, zw)          nibble j of word i is column 8 i + j
 
+In gemv zw >= groups: the rows of scales and qzeros are padded.
 Zero points are as stored. With ``zero_point: false`` qzeros may be absent, which means 8.
 """
 
@@ -143,4 +144,5 @@ def variant(quant_config: QuantConfig) -> str | None:
 
 def _interleaved(words: Tensor, n: int) -> Tensor:
     """gemm words (rows, n/8) -> (rows, n) uint8 in column order."""
-    return unpack_words(words).unflatten(1, (-1, 8))[..., _POSITION].flatten(1)[:, :n]
+    columns: Tensor = unpack_words(words).unflatten(1, (-1, 8))[..., _POSITION]
+    return columns.flatten(1)[:, :n]

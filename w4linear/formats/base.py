@@ -159,7 +159,7 @@ def expect_common(tensors: Mapping[str, Tensor], words: Iterable[str], scales: s
 
 
 def group_of(k: int, groups: int, declared: int | None, scales: str, note: Note) -> int:
-    """The group size that fits ``groups`` groups over k: the declared one, else the only usual one, said by ``note``."""
+    """The group size that fits ``groups`` groups over k: the declared one, else the only usual one, with a note."""
     if declared is not None and declared > 0 and -(-k // declared) == groups:
         return min(declared, k)
     if groups == 1 and (declared is None or declared <= 0):
@@ -220,6 +220,6 @@ def declared_bits(quant_config: QuantConfig, name: str, bits: Any) -> None:
     """Raises CheckpointError, naming layer and width, unless ``bits`` is 4 or not given."""
     if bits is not None and bits != 4:
         raise CheckpointError(
-            f"{name}: {bits} bits in the {quant_config.get('quant_method', 'quantization')} config, only 4 is supported; "
-            "quantize the layer with 4 bits or keep it in 16"
+            f"{name}: {bits} bits in the {quant_config.get('quant_method', 'quantization')} config, only 4 is "
+            "supported; quantize the layer with 4 bits or keep it in 16"
         )

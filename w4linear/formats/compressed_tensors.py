@@ -146,7 +146,8 @@ def _scheme(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, An
                 return dict(scheme)
     if len(schemes) == 1:
         note(
-            f"no target of the config's one group matches the layer (targets {schemes[0].get('targets')}); read with that group"
+            f"no target of the config's one group matches the layer (targets {schemes[0].get('targets')}); "
+            "read with that group"
         )
         return dict(schemes[0])
     raise CheckpointError(

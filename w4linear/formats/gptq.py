@@ -128,8 +128,8 @@ def _zeros(words: Tensor, n: int, config: LayerConfig, note: Note) -> Tensor:
         z = stored
     elif config.symmetric and bool((stored == 8).all()):
         note(
-            "checkpoint_format says v1 ('gptq', which stores z - 1), but the symmetric layer's qzeros hold 8 everywhere, as "
-            "'gptq_v2' does; read as z = 8"
+            "checkpoint_format says v1 ('gptq', which stores z - 1), but the symmetric layer's qzeros hold 8 everywhere, "
+            "as 'gptq_v2' does; read as z = 8"
         )
         z = stored
     elif config.writer is not None and "gptqmodel" in config.writer.lower():
@@ -150,7 +150,8 @@ def _dynamic(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, A
         if pattern.startswith("-:"):
             if re.match(pattern[2:], name):
                 note(
-                    f"the config's dynamic rule {pattern!r} keeps the layer dense, but it is packed; read by the tensors"
+                    f"the config's dynamic rule {pattern!r} keeps the layer dense, but it is packed; "
+                    "read by the tensors"
                 )
                 return {}
         elif re.match(pattern.removeprefix("+:"), name):

@@ -37,7 +37,8 @@ class PackedW4(Format):
     def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
         if (version := quant_config.get("layout_version")) != LAYOUT_VERSION:
             raise CheckpointError(
-                f"layout_version is {version}, this package reads {LAYOUT_VERSION}; convert the original checkpoint again"
+                f"layout_version is {version}, this package reads {LAYOUT_VERSION}; convert the original "
+                "checkpoint again"
             )
         module = (quant_config.get("modules") or {}).get(name)
         if module is None:
