@@ -18,6 +18,7 @@ from safetensors import safe_open  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from w4linear import W4Linear  # noqa: E402
+from w4linear.convert import convert  # noqa: E402
 from w4linear.patcher import patch_model, save_model  # noqa: E402
 
 SHARED = Path(os.environ.get("W4LINEAR_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "checkpoints"
@@ -41,7 +42,7 @@ def toy(tied: bool = False, dtype: torch.dtype = torch.float32, **options) -> nn
 
 @torch.no_grad()
 def logits(model: nn.Module) -> torch.Tensor:
-    return model(IDS).logits[0].float()
+    return model(IDS.to(model.device)).logits[0].float().cpu()
 
 
 @pytest.fixture
@@ -63,11 +64,18 @@ def rewrite(folder: Path, change) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq_gemm_g64", "gptq_sym_g64"])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-3), (torch.bfloat16, 1e-2)])
-def test_logits_of_a_checkpoint_another_tool_wrote(name: str, dtype: torch.dtype, bound: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("converted", [False, True])
+def test_logits_of_a_checkpoint_another_tool_wrote(
+    name: str, dtype: torch.dtype, converted: bool, device: torch.device, tmp_path: Path
+) -> None:
+    bound = 1e-2 if dtype == torch.bfloat16 else 2e-3
     if not (SHARED / name).is_dir():
         pytest.skip(f"{SHARED / name} is not here; set W4LINEAR_SHARED")
-    model = hf.load_model(SHARED / name, dtype=dtype)
+    folder = SHARED / name
+    if converted:
+        folder = Path(convert(folder, tmp_path / "out", dtype="float16").dst)
+    model = hf.load_model(folder, dtype=dtype, device_map=device)
     with safe_open(SHARED / name / "expected.safetensors", "pt") as file:
         want = file.get_tensor("logits_fp32")
     assert not model.training and isinstance(model.model.layers[0].mlp.up_proj, W4Linear)

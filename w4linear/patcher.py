@@ -180,7 +180,7 @@ def patch_model(
 def own_saving(model: nn.Module) -> None:
     """Gives a model that has ``save_pretrained`` one that calls `save_model`, and says in its config what it holds."""
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained = _SavePretrained(model)
+        model.save_pretrained = _SavePretrained(model)  # type: ignore[assignment]
         model.config.quantization_config = quantization_config(model)  # type: ignore[union-attr]
 
 
