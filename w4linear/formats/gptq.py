@@ -128,8 +128,8 @@ def _zeros(words: Tensor, n: int, config: LayerConfig, note: Note) -> Tensor:
         z = stored
     elif config.symmetric and bool((stored == 8).all()):
         note(
-            "checkpoint_format says v1 ('gptq', which stores z - 1), but the symmetric layer's qzeros hold 8 everywhere, "
-            "as 'gptq_v2' does; read as z = 8"
+            "checkpoint_format says v1 ('gptq', which stores z - 1), but the symmetric layer's qzeros hold 8 "
+            "everywhere, as 'gptq_v2' does; read as z = 8"
         )
         z = stored
     elif config.writer is not None and "gptqmodel" in config.writer.lower():
