@@ -41,13 +41,11 @@ class TensorFiles:
         self.folder = folder
         stated: dict[str, str] = {}
         files = sorted(p.name for p in folder.glob("*.safetensors"))
-        index = next((name for name in INDEXES if (folder / name).is_file()), None)
-        if index is not None and not (index == INDEXES[1] and "model.safetensors" in files):
-            stated = read_json(folder / index).get("weight_map") or {}
+        index = _find_index(folder, files)
+        if index is not None:
+            stated = _weight_map(folder / index)
             files = sorted(set(stated.values()))
             for name in files:
-                if Path(name).is_absolute() or ".." in Path(name).parts:
-                    raise CheckpointError(f"{folder / index}: names {name!r}, a path outside the folder; refused")
                 if not (folder / name).is_file():
                     raise CheckpointError(f"{folder / name}: missing shard, named by {index}; download it again")
         elif "model.safetensors" in files:
@@ -219,6 +217,33 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds {type(value).__name__}, expected an object")
+    return value
+
+
+def _find_index(folder: Path, files: list[str]) -> str | None:
+    """The index to follow: ours, else the one of Hugging Face unless there is one whole file, else the only other."""
+    found = sorted(p.name for p in folder.glob("*.safetensors.index.json"))
+    if INDEXES[0] in found:
+        return INDEXES[0]
+    if "model.safetensors" in files:
+        return None
+    if INDEXES[1] in found or not found:
+        return INDEXES[1] if found else None
+    if len(found) > 1:
+        raise CheckpointError(f"{folder}: holds the indexes {found}, expected one; delete those of other models")
+    return found[0]
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """{tensor: file} of an index; every file is inside the index's folder."""
+    value = read_json(path).get("weight_map")
+    if not isinstance(value, dict) or not value or not all(isinstance(name, str) and name for name in value.values()):
+        raise CheckpointError(
+            f"{path}: weight_map is {str(value)[:80]}, expected {{tensor: file}}; download it again"
+        )
+    for name in sorted(set(value.values())):
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise CheckpointError(f"{path}: names {name!r}, a path outside the folder; refused")
     return value
 
 
