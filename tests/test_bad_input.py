@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, edit_json, flat, quantization, toy, write, write_json
+from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, edit_json, flat, layer, quantization, toy, write
 from safetensors.torch import save_file
 
 from w4linear.checkpoint import Checkpoint, CheckpointError
@@ -105,3 +105,91 @@ def test_duplicate_tensor_in_two_shards(tmp_path):
     held = {k: t for k, t in flat(toy(), "awq").items() if where[k] == other}
     save_file({**held, "model.norm.weight": torch.ones(64)}, src / other)
     refused(src, "model.norm.weight", other)
+
+
+def faulty(tmp_path, fmt, change, **options):
+    """A checkpoint in ``fmt`` whose tensors went through ``change(tensors)``."""
+    tensors = flat(toy(**options), fmt)
+    change(tensors)
+    return write(tmp_path / "src", tensors, quantization(fmt, 32))
+
+
+def suffixes(fmt):
+    return ("weight_packed", "weight_scale") if fmt == "ct" else ("qweight", "qzeros", "scales")
+
+
+@pytest.mark.parametrize(("fmt", "suffix"), [(fmt, suffix) for fmt in FORMATS for suffix in suffixes(fmt)])
+def test_missing_tensor(tmp_path, fmt, suffix):
+    src = faulty(tmp_path, fmt, lambda tensors: tensors.pop(f"{DOWN_PROJ}.{suffix}"))
+    refused(src, f"{DOWN_PROJ}.{suffix}", "is missing", src)
+
+
+@pytest.mark.parametrize(("fmt", "suffix"), [(fmt, suffix) for fmt in FORMATS for suffix in (*suffixes(fmt), "bias")])
+@pytest.mark.parametrize("mode", [0, -1])
+def test_wrong_shape(tmp_path, fmt, suffix, mode):
+    if suffix == "qweight" and (fmt, mode) in (("awq", 0), ("gemv", -1)):
+        pytest.skip("a k with a partial last group is valid; the model's own shape decides at load")
+    key = f"{Q_PROJ}.{suffix}"
+
+    def cut(tensors):
+        tensors[key] = tensors[key].narrow(mode, 0, tensors[key].shape[mode] - 1).contiguous()
+
+    message = refused(faulty(tmp_path, fmt, cut), Q_PROJ, "expected", "model.safetensors")
+    assert re.search(r"\(\d+,( \d+)?\)", message)
+
+
+@pytest.mark.parametrize(("fmt", "suffix"), [(fmt, suffix) for fmt in FORMATS for suffix in suffixes(fmt)])
+@pytest.mark.parametrize("change", [lambda t: t[0], lambda t: t[None], lambda t: t.to(torch.int64), lambda t: t[:0]])
+def test_wrong_rank_or_dtype(tmp_path, fmt, suffix, change):
+    key = f"{Q_PROJ}.{suffix}"
+    src = faulty(tmp_path, fmt, lambda tensors: tensors.update({key: change(tensors[key]).contiguous()}))
+    refused(src, Q_PROJ, "expected", "model.safetensors")
+
+
+def test_qzeros_of_too_few_words(tmp_path):
+    layers = {Q_PROJ: layer(60, 128, 32)}
+    tensors = flat(layers, "gptq")
+    tensors[f"{Q_PROJ}.qzeros"] = tensors[f"{Q_PROJ}.qzeros"][:, :7].contiguous()
+    refused(write(tmp_path / "src", tensors, quantization("gptq")), f"{Q_PROJ}.qzeros", "(4, 7)", "(4, 8)")
+
+
+def test_stray_tensors(tmp_path):
+    zeros = torch.zeros(2, 8, dtype=torch.int32)
+    src = faulty(tmp_path, "gptq", lambda tensors: tensors.update({"model.layers.0.mlp.gate.qzeros": zeros}))
+    refused(src, "model.layers.0.mlp.gate.qweight", "is missing")
+
+
+def test_unknown_tensor_of_a_layer(tmp_path):
+    src = faulty(tmp_path, "awq", lambda tensors: tensors.update({f"{Q_PROJ}.channel_scale": torch.ones(64)}))
+    refused(src, Q_PROJ, "channel_scale", "unknown")
+
+
+def test_renamed_layer(tmp_path):
+    def rename(tensors):
+        tensors["model.layers.0.mlp.renamed.qweight"] = tensors.pop(f"{DOWN_PROJ}.qweight")
+
+    refused(faulty(tmp_path, "gptq", rename), "renamed.qzeros", f"{DOWN_PROJ}.qweight", "is missing")
+
+
+@pytest.mark.parametrize("value", [-1, 4, 2**30])
+@pytest.mark.parametrize("fmt", ["gptq", "gptq_v2", "ct"])
+def test_group_index_out_of_range(tmp_path, fmt, value):
+    g_idx = torch.arange(128).flip(0) // 32
+    tensors = flat({DOWN_PROJ: layer(64, 128, 32, g_idx=g_idx)}, fmt)
+    key = f"{DOWN_PROJ}." + ("weight_g_idx" if fmt == "ct" else "g_idx")
+    tensors[key] = tensors[key].clone()
+    tensors[key][3] = value
+    src = write(tmp_path / "src", tensors, quantization(fmt))
+    refused(src, src / "model.safetensors", key, value, "0..3")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("fmt", "suffix"), [(f, "weight_scale" if f == "ct" else "scales") for f in FORMATS])
+def test_scale_that_is_not_finite(tmp_path, fmt, suffix, value):
+    src = faulty(tmp_path, fmt, lambda tensors: tensors[f"{Q_PROJ}.{suffix}"][1].fill_(value))
+    refused(src, src / "model.safetensors", f"{Q_PROJ}.{suffix}", value, "[1, 0]")
+
+
+def test_bias_that_is_not_finite(tmp_path):
+    src = faulty(tmp_path, "awq", lambda tensors: tensors[f"{Q_PROJ}.bias"][1].fill_(torch.nan))
+    refused(src, f"{Q_PROJ}.bias", "nan")
