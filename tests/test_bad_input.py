@@ -9,7 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, edit_json, flat, layer, quantization, toy, write
+from checkpoints import (
+    DOWN_PROJ,
+    FORMATS,
+    Q_PROJ,
+    checkpoint,
+    edit_json,
+    flat,
+    layer,
+    quantization,
+    toy,
+    write,
+    write_json,
+)
 from safetensors.torch import save_file
 
 from w4linear.checkpoint import Checkpoint, CheckpointError
@@ -193,3 +205,72 @@ def test_scale_that_is_not_finite(tmp_path, fmt, suffix, value):
 def test_bias_that_is_not_finite(tmp_path):
     src = faulty(tmp_path, "awq", lambda tensors: tensors[f"{Q_PROJ}.bias"][1].fill_(torch.nan))
     refused(src, f"{Q_PROJ}.bias", "nan")
+
+
+@pytest.mark.parametrize("fmt", ["awq", "gemv", "gptq", "gptq_v2"])
+@pytest.mark.parametrize("bits", [2, 3, 8])
+def test_other_bits(tmp_path, fmt, bits):
+    refused(checkpoint(tmp_path / "src", fmt, bits=bits), f"{bits}-bit", "not supported")
+    edit_json(tmp_path / "src" / "config.json", lambda c: c["quantization_config"].update(w_bit=bits, bits=None))
+    edit_json(tmp_path / "src" / "config.json", lambda c: c["quantization_config"].pop("bits"))
+    refused(tmp_path / "src", f"{bits}-bit")
+
+
+def test_bits_that_only_the_tensors_tell(tmp_path):
+    tensors = flat({DOWN_PROJ: layer(64, 128, 32)}, "gptq")
+    tensors[f"{DOWN_PROJ}.qweight"] = torch.zeros(32, 64, dtype=torch.int32)
+    refused(write(tmp_path / "src", tensors, quantization("gptq")), f"{DOWN_PROJ}.qweight", "8 bits")
+
+
+def test_bits_of_one_layer_in_dynamic(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq", dynamic={"+:.*down_proj": {"bits": 8}})
+    refused(src, DOWN_PROJ, "8 bits")
+
+
+def test_bits_of_one_config_group(tmp_path):
+    src = checkpoint(tmp_path / "src", "ct")
+
+    def add(config):
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+        config["quantization_config"]["config_groups"]["eight"] = {"targets": ["re:.*down_proj"], "weights": weights}
+
+    edit_json(src / "config.json", add)
+    refused(src, DOWN_PROJ, "8 bits")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "says"), [("awq", "gptq"), ("gptq", "awq"), ("gptq_v2", "awq"), ("gemv", "awq"), ("awq", "gemv")]
+)
+def test_config_contradicts_the_tensors(tmp_path, fmt, says):
+    tensors = flat({DOWN_PROJ: layer(128, 128, 64)}, fmt)
+    message = refused(write(tmp_path / "src", tensors, quantization(says, 64)), f"{DOWN_PROJ}.", "expected")
+    assert "(128, 16)" in message or "(16, 128)" in message
+
+
+@pytest.mark.parametrize("group", [64, -1])
+def test_group_size_that_no_reading_of_the_tensors_fits(tmp_path, group):
+    tensors = flat({DOWN_PROJ: layer(64, 96, 32)}, "awq")
+    tensors[f"{DOWN_PROJ}.scales"] = torch.ones(5, 64).half()
+    src = write(tmp_path / "src", tensors, quantization("awq", group))
+    refused(src, f"{DOWN_PROJ}.scales", "5 groups", "k = 96", f"group_size {group}")
+
+
+def test_no_quantization_config(tmp_path):
+    src = write(tmp_path / "src", flat(toy(), "awq"), None)
+    refused(src, src, "quantization_config")
+
+
+@pytest.mark.parametrize("text", [None, "{", "[]", "\xff"])
+def test_config_that_cannot_be_read(tmp_path, text):
+    src = checkpoint(tmp_path / "src", "awq")
+    config = src / "config.json"
+    config.unlink()
+    if text is not None:
+        config.write_text(text, encoding="latin-1")
+    refused(src, config)
+
+
+def test_config_files_that_contradict(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq")
+    write_json(src / "quantize_config.json", {"bits": 4, "checkpoint_format": "gptq_v2"})
+    refused(src, src, "checkpoint_format", "gptq_v2")

@@ -105,7 +105,13 @@ class Checkpoint:
         self.config = read_json(self.path / "config.json")
         self.quant_config = find_quant_config(self.path, self.config)
         self.files = TensorFiles(self.path)
-        self.format = detect(self.quant_config, list(self.files.file_of))
+        try:
+            self.format = detect(self.quant_config, list(self.files.file_of))
+        except CheckpointError as error:
+            hint = (
+                "" if self.quant_config else "; found no quantization_config in config.json, nor quantize_config.json"
+            )
+            raise CheckpointError(f"{path}: {error}{hint}") from error
         self.layers, self.problems = {}, []
         for prefix, keys in self.format.layers(self.files.file_of).items():
             try:
@@ -126,12 +132,14 @@ class Checkpoint:
         for suffix in fmt.needed(config):
             if suffix not in keys:
                 raise TensorError(suffix, f"is missing; the layer has {sorted(keys)}")
-        if unknown := keys.keys() - {*fmt.required, *fmt.optional}:
-            raise CheckpointError(
-                f"{prefix}: unknown tensors {sorted(unknown)}, expected {fmt.required + fmt.optional}"
-            )
         tensors = {s: self.files.read(k) if s in fmt.small else self.files.meta(k) for s, k in keys.items()}
         sizes = fmt.sizes(tensors, config, lambda message: self._note(prefix, message))
+        if unknown := sorted(keys.keys() - {*fmt.required, *fmt.optional}):
+            raise TensorError(
+                unknown[0],
+                f"is unknown in a layer of {fmt.name}, expected {', '.join(fmt.required + fmt.optional)}; "
+                "correct quant_method, or remove the tensor",
+            )
         kernel_group(sizes.group, sizes.k)
         return LayerSpec(sizes, config, keys)
 
@@ -238,9 +246,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     """{tensor: file} of an index; every file is inside the index's folder."""
     value = read_json(path).get("weight_map")
     if not isinstance(value, dict) or not value or not all(isinstance(name, str) and name for name in value.values()):
-        raise CheckpointError(
-            f"{path}: weight_map is {str(value)[:80]}, expected {{tensor: file}}; download it again"
-        )
+        raise CheckpointError(f"{path}: weight_map is {str(value)[:80]}, expected {{tensor: file}}; download it again")
     for name in sorted(set(value.values())):
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{path}: names {name!r}, a path outside the folder; refused")
