@@ -69,7 +69,9 @@ def rewrite(folder: Path, change) -> None:
 def test_logits_of_a_checkpoint_another_tool_wrote(
     name: str, dtype: torch.dtype, converted: bool, device: torch.device, tmp_path: Path
 ) -> None:
-    bound = 1e-2 if dtype == torch.bfloat16 else 2e-3
+    # On CUDA a float32 model computes in its scales' dtype, which is bfloat16 in one of the two.
+    coarse = dtype == torch.bfloat16 or (dtype == torch.float32 and device.type == "cuda")
+    bound = 1e-2 if coarse else 2e-3
     if not (SHARED / name).is_dir():
         pytest.skip(f"{SHARED / name} is not here; set W4LINEAR_SHARED")
     folder = SHARED / name
