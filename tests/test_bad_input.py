@@ -274,3 +274,109 @@ def test_config_files_that_contradict(tmp_path):
     src = checkpoint(tmp_path / "src", "gptq")
     write_json(src / "quantize_config.json", {"bits": 4, "checkpoint_format": "gptq_v2"})
     refused(src, src, "checkpoint_format", "gptq_v2")
+
+
+class Touch:
+    """Unpickled, it makes a file; nothing here may unpickle it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "pytorch_model-00001-of-00002.bin"])
+def test_pickles_are_never_loaded(tmp_path, name):
+    src = checkpoint(tmp_path / "src", "gptq")
+    (src / "model.safetensors").unlink()
+    (src / name).write_bytes(pickle.dumps(Touch(tmp_path / "executed")))
+    refused(src, src, name, "never loaded")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_pickle_beside_safetensors_is_left_alone(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq")
+    (src / "pytorch_model.bin").write_bytes(pickle.dumps(Touch(tmp_path / "executed")))
+    convert(src, tmp_path / "out")
+    assert not (tmp_path / "executed").exists()
+    assert not list((tmp_path / "out").glob("*.bin"))
+
+
+def test_no_weights(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq")
+    (src / "model.safetensors").unlink()
+    refused(src, src, "no weights")
+
+
+def test_missing_source(tmp_path):
+    refused(tmp_path / "ghost", tmp_path / "ghost", "not a folder")
+
+
+def test_existing_destination_is_not_touched(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq")
+    dst = tmp_path / "out"
+    dst.mkdir()
+    (dst / "notes.txt").write_text("mine")
+    refused(src, dst, "overwrite")
+    assert [p.name for p in dst.iterdir()] == ["notes.txt"]
+    with pytest.raises(CheckpointError, match="no checkpoint folder"):
+        convert(src, dst, overwrite=True)
+    assert (dst / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize("where", ["src", "src/inside", "."])
+def test_source_and_destination_overlap(tmp_path, where):
+    src = checkpoint(tmp_path / "src", "gptq")
+    before = sorted(src.iterdir())
+    with pytest.raises(CheckpointError, match="overlap"):
+        convert(src, tmp_path / where, overwrite=True)
+    assert sorted(src.iterdir()) == before
+
+
+def test_source_that_is_converted_already(tmp_path):
+    convert(checkpoint(tmp_path / "src", "gptq"), tmp_path / "packed")
+    refused(tmp_path / "packed", tmp_path / "packed", "already converted")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda packed: packed.pop("modules"),
+        lambda packed: packed.update(modules=["a"]),
+        lambda packed: packed["modules"].update({Q_PROJ: 1}),
+        lambda packed: packed["modules"][Q_PROJ].pop("group_size"),
+        lambda packed: packed["modules"][Q_PROJ].update(group_size="a"),
+        lambda packed: packed["modules"][Q_PROJ].update(symmetric=True),
+        lambda packed: packed["modules"].pop(Q_PROJ),
+        lambda packed: packed.update(layout_version=99),
+        lambda packed: packed["modules"].update({"model.ghost": packed["modules"][Q_PROJ]}),
+    ],
+)
+def test_malformed_modules_of_a_converted_folder(tmp_path, change):
+    convert(checkpoint(tmp_path / "src", "gptq"), tmp_path / "packed")
+    edit_json(tmp_path / "packed" / "config.json", lambda config: change(config["quantization_config"]))
+    with pytest.raises(CheckpointError, match=r"convert (the original checkpoint )?again|correct it"):
+        Checkpoint.open(tmp_path / "packed")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "changes"),
+    [
+        ("gptq", {"dynamic": ["a"]}),
+        ("gptq", {"group_size": "32"}),
+        ("gptq", {"bits": "4"}),
+        ("gptq", {"checkpoint_format": 2}),
+        ("awq", {"modules_to_not_convert": "k_proj"}),
+        ("awq", {"group_size": [32]}),
+        ("ct", {"config_groups": ["a"]}),
+        ("ct", {"config_groups": {"a": "b"}}),
+        ("ct", {"config_groups": {"a": {"targets": ["Linear"], "weights": 4}}}),
+        ("ct", {"config_groups": {"a": {"targets": ["re:("], "weights": {}}}}),
+        ("ct", {"ignore": "lm_head"}),
+        ("gptq", {"dynamic": {"+:(": {"bits": 4}}}),
+        ("gptq", {"quant_method": ["gptq"]}),
+    ],
+)
+def test_malformed_quantization_config(tmp_path, fmt, changes):
+    refused(checkpoint(tmp_path / "src", fmt, **changes))

@@ -113,7 +113,8 @@ class Checkpoint:
             )
             raise CheckpointError(f"{path}: {error}{hint}") from error
         self.layers, self.problems = {}, []
-        for prefix, keys in self.format.layers(self.files.file_of).items():
+        found = self.format.layers(self.files.file_of)
+        for prefix, keys in found.items():
             try:
                 self.layers[prefix] = self._layer(prefix, keys)
             except TensorError as error:
@@ -121,6 +122,9 @@ class Checkpoint:
             except (CheckpointError, UnsupportedLayerError) as error:
                 text = str(error)
                 self.problems.append(text if text.startswith(prefix) else f"{prefix}: {text}")
+        for name in self.format.listed(self.quant_config):
+            if name not in found:
+                self.problems.append(f"{self.path}: {name} is listed in the config, but has no tensors; convert again")
         if strict and self.problems:
             more = f" (and {len(self.problems) - 5} more)" if len(self.problems) > 5 else ""
             raise CheckpointError("\n".join(self.problems[:5]) + more)

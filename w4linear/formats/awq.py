@@ -28,6 +28,7 @@ from w4linear.formats.base import (
     expect_common,
     group_of,
     is_symmetric,
+    setting,
     unpack_rows,
     unpack_words,
 )
@@ -56,13 +57,13 @@ class Awq(Format):
 
     def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
         declared_bits(quant_config, name, quant_config.get("bits"))
-        for part in quant_config.get("modules_to_not_convert") or ():
+        for part in setting(quant_config, "modules_to_not_convert", list) or ():
             if part in name:
                 note(
                     f"the config's modules_to_not_convert names {part!r}, but the layer is packed; read by the tensors"
                 )
         symmetric = quant_config.get("zero_point") is False or quant_config.get("sym") is True
-        return LayerConfig(name, quant_config.get("group_size"), symmetric, variant(quant_config) or "gemm")
+        return LayerConfig(name, setting(quant_config, "group_size", int), symmetric, variant(quant_config) or "gemm")
 
     def needed(self, config: LayerConfig) -> tuple[str, ...]:
         return ("qweight", "scales") if config.symmetric else self.required

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from w4linear.packing import KERNEL_GROUPS
 
 QuantConfig = Mapping[str, Any]
 Note = Callable[[str], None]
+T = TypeVar("T")
 
 # Codes that are unpacked at a time: bounds the temporaries.
 _BLOCK_CODES = 1 << 23
@@ -110,6 +111,10 @@ class Format(ABC):
                 by_prefix.setdefault(prefix, {})[suffix] = key
         marks = {*self.required, *self.marking}
         return {prefix: found for prefix, found in by_prefix.items() if marks & found.keys()}
+
+    def listed(self, quant_config: QuantConfig) -> Iterable[str]:
+        """The layers that the config lists as packed, where the format has such a list."""
+        return ()
 
     def needed(self, config: LayerConfig) -> tuple[str, ...]:
         """The suffixes that a layer of this config must have."""
@@ -214,6 +219,14 @@ def is_symmetric(z: Tensor, config: LayerConfig, note: Note) -> bool:
         )
         return False
     return config.symmetric
+
+
+def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
+    """``settings[key]``, None where it is absent or null; raises CheckpointError unless it is a ``kind``."""
+    value = settings.get(key)
+    if value is not None and not isinstance(value, kind):
+        raise CheckpointError(f"the quantization config's {key} is {value!r}, expected {kind.__name__}; correct it")
+    return value
 
 
 def declared_bits(quant_config: QuantConfig, name: str, bits: Any) -> None:

@@ -29,6 +29,7 @@ from w4linear.formats.base import (
     expect_common,
     group_of,
     is_symmetric,
+    setting,
     unpack_columns,
     unpack_rows,
 )
@@ -54,10 +55,10 @@ class CompressedTensors(Format):
         return None
 
     def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
-        if any(_names(target, name) for target in quant_config.get("ignore") or ()):
+        if any(_names(target, name) for target in setting(quant_config, "ignore", list) or ()):
             note("the config's ignore list names the layer, but it is packed; read by the tensors")
         scheme = _scheme(quant_config, name, note)
-        weights = scheme.get("weights") or {}
+        weights = setting(scheme, "weights", dict) or {}
         if scheme.get("input_activations"):
             raise CheckpointError(
                 f"{name}: activations are quantized too (input_activations); only 16-bit ones are supported"
@@ -65,7 +66,7 @@ class CompressedTensors(Format):
         if weights.get("type", "int") != "int":
             raise CheckpointError(f"{name}: weights of type {weights['type']!r}, only 'int' of 4 bits is supported")
         declared_bits(quant_config, name, weights.get("num_bits"))
-        strategy, group_size = weights.get("strategy"), weights.get("group_size")
+        strategy, group_size = weights.get("strategy"), setting(weights, "group_size", int)
         if strategy not in (None, "group", "channel"):
             raise CheckpointError(f"{name}: strategy {strategy!r}, expected 'group' or 'channel'")
         return LayerConfig(name, -1 if strategy == "channel" else group_size, weights.get("symmetric") is True)
@@ -139,7 +140,7 @@ def _names(target: str, name: str) -> bool:
 
 def _scheme(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, Any]:
     """The config group of layer ``name``: by its name, else by the class Linear, else the only one there is."""
-    schemes = list((quant_config.get("config_groups") or {}).values())
+    schemes = list((setting(quant_config, "config_groups", dict) or {}).values())
     for matches in (lambda target: _names(target, name), lambda target: target == "Linear"):
         for scheme in schemes:
             if any(matches(target) for target in scheme.get("targets") or ()):

@@ -31,6 +31,7 @@ from w4linear.formats.base import (
     expect_common,
     group_of,
     is_symmetric,
+    setting,
     unpack_columns,
     unpack_words,
 )
@@ -67,7 +68,9 @@ class Gptq(Format):
             raise CheckpointError(
                 f"{name}: checkpoint_format is {label!r}, expected 'gptq' or 'gptq_v2'; export it as one of these"
             )
-        return LayerConfig(name, own.get("group_size"), own.get("sym") is True, _VARIANTS[label], _writer(quant_config))
+        return LayerConfig(
+            name, setting(own, "group_size", int), own.get("sym") is True, _VARIANTS[label], _writer(quant_config)
+        )
 
     def sizes(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note) -> Sizes:
         expect_common(tensors, ("qweight", "qzeros"), "scales")
@@ -146,7 +149,7 @@ def _zeros(words: Tensor, n: int, config: LayerConfig, note: Note) -> Tensor:
 
 def _dynamic(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, Any]:
     """The first rule of the config's ``dynamic`` that matches ``name``: what it overrides."""
-    for pattern, override in (quant_config.get("dynamic") or {}).items():
+    for pattern, override in (setting(quant_config, "dynamic", dict) or {}).items():
         if pattern.startswith("-:"):
             if re.match(pattern[2:], name):
                 note(

@@ -16,6 +16,7 @@ from w4linear.formats.base import (
     Sizes,
     TensorError,
     expect,
+    setting,
 )
 from w4linear.linear import BUFFERS, LAYOUT_FIELDS, W4Linear
 from w4linear.packing import COMPUTE_DTYPES, GRAIN_N, LAYOUT_VERSION
@@ -40,10 +41,18 @@ class PackedW4(Format):
                 f"layout_version is {version}, this package reads {LAYOUT_VERSION}; convert the original "
                 "checkpoint again"
             )
-        module = (quant_config.get("modules") or {}).get(name)
+        module = (setting(quant_config, "modules", dict) or {}).get(name)
         if module is None:
             raise CheckpointError(f"{name}: not listed in the config's quantization_config.modules; convert again")
-        return LayerConfig(name, module["group_size"], module["symmetric"])
+        group, symmetric = (module.get(k) if isinstance(module, dict) else None for k in ("group_size", "symmetric"))
+        if not isinstance(group, int) or not isinstance(symmetric, bool):
+            raise CheckpointError(
+                f"{name}: quantization_config.modules says {module!r}, expected group_size and symmetric; convert again"
+            )
+        return LayerConfig(name, group, symmetric)
+
+    def listed(self, quant_config: QuantConfig) -> Iterable[str]:
+        return setting(quant_config, "modules", dict) or ()
 
     def sizes(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note) -> Sizes:
         values = dict(zip(LAYOUT_FIELDS, tensors["layout"].flatten().tolist(), strict=False))
