@@ -5,6 +5,7 @@ Words are little-endian int32; nibble j is bits 4j..4j+3. Unpacking works on uin
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -227,6 +228,14 @@ def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     if value is not None and not isinstance(value, kind):
         raise CheckpointError(f"the quantization config's {key} is {value!r}, expected {kind.__name__}; correct it")
     return value
+
+
+def name_matches(pattern: str, name: str) -> bool:
+    """Whether the regular expression of a config matches the beginning of ``name``; raises CheckpointError."""
+    try:
+        return re.match(pattern, name) is not None
+    except (re.error, TypeError) as error:
+        raise CheckpointError(f"the quantization config's pattern {pattern!r} is malformed ({error})") from error
 
 
 def declared_bits(quant_config: QuantConfig, name: str, bits: Any) -> None:

@@ -8,7 +8,6 @@ weight_g_idx (k)                   group of each column, with activation order
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -29,6 +28,7 @@ from w4linear.formats.base import (
     expect_common,
     group_of,
     is_symmetric,
+    name_matches,
     setting,
     unpack_columns,
     unpack_rows,
@@ -135,15 +135,16 @@ def _is_int8(zero_point: Tensor | None) -> bool:
 
 
 def _names(target: str, name: str) -> bool:
-    return bool(re.match(target[3:], name)) if target.startswith("re:") else target == name
+    return name_matches(target[3:], name) if target.startswith("re:") else target == name
 
 
 def _scheme(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, Any]:
     """The config group of layer ``name``: by its name, else by the class Linear, else the only one there is."""
-    schemes = list((setting(quant_config, "config_groups", dict) or {}).values())
+    named = setting(quant_config, "config_groups", dict) or {}
+    schemes = [setting(named, key, dict) or {} for key in named]
     for matches in (lambda target: _names(target, name), lambda target: target == "Linear"):
         for scheme in schemes:
-            if any(matches(target) for target in scheme.get("targets") or ()):
+            if any(matches(target) for target in setting(scheme, "targets", list) or ()):
                 return dict(scheme)
     if len(schemes) == 1:
         note(

@@ -10,7 +10,6 @@ differ only where a stored nibble is 15.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -31,6 +30,7 @@ from w4linear.formats.base import (
     expect_common,
     group_of,
     is_symmetric,
+    name_matches,
     setting,
     unpack_columns,
     unpack_words,
@@ -151,13 +151,13 @@ def _dynamic(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, A
     """The first rule of the config's ``dynamic`` that matches ``name``: what it overrides."""
     for pattern, override in (setting(quant_config, "dynamic", dict) or {}).items():
         if pattern.startswith("-:"):
-            if re.match(pattern[2:], name):
+            if name_matches(pattern[2:], name):
                 note(
                     f"the config's dynamic rule {pattern!r} keeps the layer dense, but it is packed; "
                     "read by the tensors"
                 )
                 return {}
-        elif re.match(pattern.removeprefix("+:"), name):
+        elif name_matches(pattern.removeprefix("+:"), name):
             return dict(override or {})
     return {}
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from w4linear.formats.base import QuantConfig
+from w4linear.formats.base import QuantConfig, setting
 
 _INSTEAD = (
     "use an AWQ (gemm or gemv), GPTQ or compressed-tensors pack-quantized checkpoint with 4 bits, or the 16-bit one"
@@ -44,7 +44,7 @@ def refused(quant_config: QuantConfig, keys: Iterable[str]) -> str | None:
 
 
 def _by_config(config: QuantConfig) -> str | None:
-    method = config.get("quant_method")
+    method = setting(config, "quant_method", str)
     if method is not None and method not in _METHODS:
         return str(method)
     if method is not None and _METHODS[method]:
