@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import importlib
 import json
 import os
 from pathlib import Path
@@ -13,10 +14,11 @@ from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, edit_json, flat,
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from w4linear import convert as convert_module
+
 from w4linear.checkpoint import Checkpoint, CheckpointError
 from w4linear.convert import convert, verify
 
+convert_module = importlib.import_module("w4linear.convert")
 SHARED = Path(os.environ.get("W4LINEAR_SHARED", Path(__file__).resolve().parents[2] / "shared")) / "checkpoints"
 
 
@@ -57,3 +59,172 @@ def test_every_format_round_trips(tmp_path, fmt, symmetric, shards):
     tensors = {k: t for file in (tmp_path / "dst").glob("*.safetensors") for k, t in load_file(file).items()}
     assert torch.equal(tensors["model.embed_tokens.weight"], flat(layers, fmt)["model.embed_tokens.weight"])
     assert any(key.endswith(".V") for key in tensors) != symmetric
+
+
+UNEQUAL = torch.repeat_interleave(torch.arange(4), torch.tensor([50, 78, 64, 64]))[
+    torch.randperm(256, generator=torch.Generator().manual_seed(3))
+]
+PERMUTED = (torch.arange(256) // 64)[torch.randperm(256, generator=torch.Generator().manual_seed(3))]
+REORDERED = torch.tensor([2, 0, 3, 1]).repeat_interleave(64)
+
+
+@pytest.mark.parametrize("fmt", ["gptq", "gptq_v2", "ct"])
+@pytest.mark.parametrize("g_idx", [UNEQUAL, PERMUTED, REORDERED], ids=["unequal", "permuted", "reordered"])
+def test_act_order(tmp_path, fmt, g_idx):
+    layers = {Q_PROJ: layer(64, 256, 64, g_idx=g_idx)}
+    src = checkpoint(tmp_path / "src", fmt, layers, group=64)
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize(
+    ("n", "k", "group"),
+    [
+        (64, 576, 128),
+        (64, 176, 64),
+        (64, 256, -1),
+        (60, 128, 32),
+        (1, 128, 32),
+        (200, 64, 16),
+        (8, 512, 256),
+        (24, 72, 64),
+    ],
+)
+def test_shapes(tmp_path, fmt, n, k, group):
+    layers = {Q_PROJ: layer(n, k, group, bias=True)}
+    src = checkpoint(tmp_path / "src", fmt, layers, group=group)
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+@pytest.mark.parametrize("fmt", ["gptq", "ct"])
+def test_act_order_with_a_partial_last_group(tmp_path, fmt):
+    order = torch.randperm(576, generator=torch.Generator().manual_seed(1))
+    layers = {Q_PROJ: layer(32, 576, 128, g_idx=(torch.arange(576) // 128)[order], symmetric=True)}
+    src = checkpoint(tmp_path / "src", fmt, layers, group=128, symmetric=True)
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("scales", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("model", ["float16", "bfloat16", "float32"])
+def test_dtypes_of_scales_and_model(tmp_path, fmt, scales, model):
+    layers = {Q_PROJ: layer(32, 64, 32, dtype=scales, bias=True)}
+    src = checkpoint(tmp_path / "src", fmt, layers, dtype=model)
+    compute = torch.bfloat16 if model == "bfloat16" else torch.float16
+    if model == "float32":
+        with pytest.warns(UserWarning, match="float32 model"):
+            report = convert(src, tmp_path / "dst")
+    else:
+        report = convert(src, tmp_path / "dst")
+    assert report.dtype == str(compute).removeprefix("torch.")
+    assert_holds(tmp_path / "dst", layers, compute)
+    assert verify(src, tmp_path / "dst") == 1
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", torch.bfloat16])
+def test_dtype_that_the_caller_asks_for(tmp_path, dtype):
+    layers = toy()
+    convert(checkpoint(tmp_path / "src", "awq", layers), tmp_path / "dst", dtype=dtype)
+    assert_holds(tmp_path / "dst", layers, torch.float16 if dtype == "float16" else torch.bfloat16)
+
+
+def test_scale_beyond_float16(tmp_path):
+    layers = {Q_PROJ: layer(32, 64, 32, dtype=torch.float32)}
+    layers[Q_PROJ].s[0, 0] = 1e5
+    src = checkpoint(tmp_path / "src", "gptq", layers)
+    with pytest.raises(CheckpointError, match="100000.*bfloat16"):
+        convert(src, tmp_path / "dst")
+    assert files(tmp_path) == ["src"]
+    convert(src, tmp_path / "dst", dtype="bfloat16")
+    assert_holds(tmp_path / "dst", layers, torch.bfloat16)
+
+
+def test_zero_scale_gives_zero_weights(tmp_path):
+    layers = {Q_PROJ: layer(32, 64, 32)}
+    layers[Q_PROJ].s[3] = 0
+    convert(checkpoint(tmp_path / "src", "awq", layers), tmp_path / "dst")
+    assert bool((Checkpoint.open(tmp_path / "dst").read_layer(Q_PROJ).dequant()[3] == 0).all())
+
+
+def test_converted_twice_is_byte_identical(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq", {Q_PROJ: layer(64, 256, 64, g_idx=UNEQUAL)}, group=64)
+    for dst in ("a", "b"):
+        convert(src, tmp_path / dst)
+    same, different, missing = filecmp.cmpfiles(tmp_path / "a", tmp_path / "b", files(tmp_path / "a"), shallow=False)
+    assert (different, missing) == ([], [])
+    assert same == files(tmp_path / "b")
+
+
+def test_overwrite_replaces_all_files(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "_SHARD_BYTES", 1000)
+    convert(checkpoint(tmp_path / "a", "awq"), tmp_path / "dst")
+    assert len(list((tmp_path / "dst").glob("*.safetensors"))) > 1
+    (tmp_path / "dst" / "old.txt").write_text("old")
+    monkeypatch.undo()
+    layers = {DOWN_PROJ: layer(24, 64, 32, seed=9)}
+    src = checkpoint(tmp_path / "b", "gptq", layers)
+    with pytest.raises(CheckpointError, match="overwrite"):
+        convert(src, tmp_path / "dst")
+    convert(src, tmp_path / "dst", overwrite=True)
+    assert_holds(tmp_path / "dst", layers)
+    wanted = ["config.json", "tokenizer.json", "w4linear-00001-of-00001.safetensors", "w4linear.safetensors.index.json"]
+    assert files(tmp_path / "dst") == wanted
+    assert files(tmp_path) == ["a", "b", "dst"]
+
+
+def test_small_shards_are_indexed(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "_SHARD_BYTES", 1000)
+    layers = toy()
+    report = convert(checkpoint(tmp_path / "src", "ct", layers), tmp_path / "dst")
+    index = json.loads((tmp_path / "dst" / "w4linear.safetensors.index.json").read_text())
+    shards = sorted(p.name for p in (tmp_path / "dst").glob("*.safetensors"))
+    assert report.shards == len(shards) > 1
+    assert sorted(set(index["weight_map"].values())) == shards
+    stored = {k: t for shard in shards for k, t in load_file(tmp_path / "dst" / shard).items()}
+    assert index["metadata"]["total_size"] == report.bytes_out == sum(t.nbytes for t in stored.values())
+    assert stored.keys() == index["weight_map"].keys()
+    assert_holds(tmp_path / "dst", layers)
+
+
+def test_hub_cache_of_links_to_blobs(tmp_path):
+    layers = toy()
+    plain = checkpoint(tmp_path / "plain", "gptq", layers, shards=3)
+    repo = tmp_path / "models--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "snapshots" / "rev").mkdir(parents=True)
+    for i, file in enumerate(sorted(plain.iterdir())):
+        file.rename(repo / "blobs" / f"{i:040x}")
+        (repo / "snapshots" / "rev" / file.name).symlink_to(f"../../blobs/{i:040x}")
+    (tmp_path / "model").symlink_to(repo / "snapshots" / "rev")
+    before = {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (repo / "blobs").iterdir()}
+    convert(tmp_path / "model", tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+    assert {p: (p.read_bytes(), p.stat().st_mtime_ns) for p in (repo / "blobs").iterdir()} == before
+    assert all(p.is_file() and not p.is_symlink() for p in (tmp_path / "dst").iterdir())
+    assert (tmp_path / "dst" / "tokenizer.json").read_text() == '{"tokens": []}\n'
+
+
+def test_other_files_are_copied_and_old_settings_are_not(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq")
+    kept = {
+        "generation_config.json": b"{}",
+        "chat_template.jinja": b"{{ x }}\r\n",
+        "tokenizer.model": b"\0\xff",
+        "README.md": b"",
+    }
+    for name, data in kept.items():
+        (src / name).write_bytes(data)
+    for name in ("quantize_config.json", "old.safetensors.index.json", "pytorch_model.bin.index.json"):
+        (src / name).write_text("{}")
+    convert(src, tmp_path / "dst")
+    assert {name: (tmp_path / "dst" / name).read_bytes() for name in kept} == kept
+    written = [
+        "config.json",
+        "tokenizer.json",
+        "w4linear-00001-of-00001.safetensors",
+        "w4linear.safetensors.index.json",
+    ]
+    assert files(tmp_path / "dst") == sorted([*kept, *written])

@@ -185,7 +185,9 @@ def group_of(k: int, groups: int, declared: int | None, scales: str, note: Note)
 
 def unpack_words(words: Tensor, count: int | None = None) -> Tensor:
     """words (rows, w) int32 -> (rows, count or 8 w) uint8, nibble j of word i at column 8 i + j."""
-    byte = words.contiguous().view(torch.uint8)  # (rows, 4 w)
+    if not words.is_contiguous() or words.stride(-1) != 1:  # a single column counts as contiguous at any stride
+        words = words.clone(memory_format=torch.contiguous_format)
+    byte = words.view(torch.uint8)  # (rows, 4 w)
     return torch.stack((byte & 15, byte >> 4), dim=-1).flatten(1)[:, :count]
 
 
