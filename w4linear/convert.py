@@ -219,6 +219,7 @@ def _write(
         where, size = _write_shards(partial, _tensors(content, compute, cast, modules, progress))
         for file in sorted(src.iterdir()):
             skip = file.suffix in _NOT_COPIED or file.name in _REPLACED or file.name.startswith(".")
+            skip |= file.name.endswith((".safetensors.index.json", ".bin.index.json"))
             if file.is_file() and not skip:
                 shutil.copyfile(file, partial / file.name)
         _write_json(partial / INDEXES[0], {"metadata": {"total_size": size}, "weight_map": where})
