@@ -228,3 +228,92 @@ def test_other_files_are_copied_and_old_settings_are_not(tmp_path):
         "w4linear.safetensors.index.json",
     ]
     assert files(tmp_path / "dst") == sorted([*kept, *written])
+
+
+@pytest.mark.parametrize("exists", [False, True])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_interrupted_convert_leaves_nothing(tmp_path, monkeypatch, exists, error):
+    src = checkpoint(tmp_path / "src", "gptq")
+    if exists:
+        convert(src, tmp_path / "dst")
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("dst/*")}
+    there = files(tmp_path)
+    monkeypatch.setattr(convert_module, "_SHARD_BYTES", 1000)
+    monkeypatch.setattr(convert_module, "_write_json", lambda path, value: (_ for _ in ()).throw(error()))
+    with pytest.raises(error):
+        convert(src, tmp_path / "dst", overwrite=exists)
+    assert files(tmp_path) == there
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("dst/*")} == before
+
+
+def test_interrupted_in_the_middle_of_the_layers(tmp_path, monkeypatch):
+    src = checkpoint(tmp_path / "src", "gptq")
+    monkeypatch.setattr(convert_module, "_SHARD_BYTES", 1000)
+    read = Checkpoint.read_layer
+
+    def stop(self, prefix):
+        if prefix == Q_PROJ:
+            raise KeyboardInterrupt
+        return read(self, prefix)
+
+    monkeypatch.setattr(Checkpoint, "read_layer", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(src, tmp_path / "dst")
+    assert files(tmp_path) == ["src"]
+
+
+def test_verify_finds_a_changed_code(tmp_path):
+    src = checkpoint(tmp_path / "src", "gptq")
+    convert(src, tmp_path / "dst")
+    file = tmp_path / "dst" / "w4linear-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    tensors[f"{Q_PROJ}.B"][0, 0, 0, 0] ^= 1
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=Q_PROJ):
+        verify(src, tmp_path / "dst")
+
+
+@pytest.mark.parametrize("file", ["config.json", "quantize_config.json", "quant_config.json", "text_config"])
+def test_settings_in_any_of_the_usual_places(tmp_path, file):
+    layers = toy()
+    src = checkpoint(tmp_path / "src", "awq", layers)
+    config = json.loads((src / "config.json").read_text())
+    quant = config.pop("quantization_config")
+    if file == "quant_config.json":  # AWQ's own spelling
+        quant = {"w_bit": 4, "q_group_size": 32, "zero_point": True, "version": "GEMM"}
+    if file == "config.json":
+        config["quantization_config"] = quant
+    elif file == "text_config":
+        config["text_config"] = {"quantization_config": quant}
+    else:
+        (src / file).write_text(json.dumps(quant))
+    (src / "config.json").write_text(json.dumps(config))
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+    written = json.loads((tmp_path / "dst" / "config.json").read_text())
+    assert "quantization_config" not in written.get("text_config", {})
+
+
+@pytest.mark.parametrize("name", ["gptq_model-4bit-128g.safetensors", "weights.safetensors"])
+def test_one_file_of_another_name(tmp_path, name):
+    layers = toy()
+    src = checkpoint(tmp_path / "src", "gptq", layers)
+    (src / "model.safetensors").rename(src / name)
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+def test_index_of_another_name(tmp_path):
+    layers = toy()
+    src = checkpoint(tmp_path / "src", "gptq", layers, shards=3)
+    (src / "model.safetensors.index.json").rename(src / "gptq_model.safetensors.index.json")
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+def test_group_size_that_the_tensors_contradict(tmp_path):
+    layers = {DOWN_PROJ: layer(64, 512, 64)}
+    src = checkpoint(tmp_path / "src", "gptq", layers, group=128)
+    with pytest.warns(UserWarning, match="group_size 128, the tensors say 64"):
+        convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
