@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, edit_json, flat, layer, quantization, toy, write
+from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, flat, layer, toy
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-
 
 from w4linear.checkpoint import Checkpoint, CheckpointError
 from w4linear.convert import convert, verify
@@ -317,3 +316,23 @@ def test_group_size_that_the_tensors_contradict(tmp_path):
     with pytest.warns(UserWarning, match="group_size 128, the tensors say 64"):
         convert(src, tmp_path / "dst")
     assert_holds(tmp_path / "dst", layers)
+
+
+@pytest.mark.parametrize("name", ["awq_gemm_g64", "gptq_sym_g64"])
+def test_checkpoints_that_another_tool_wrote(tmp_path, name):
+    src = SHARED / name
+    if not src.is_dir():
+        pytest.skip(f"{src} is not here; set W4LINEAR_SHARED")
+    source = Checkpoint.open(src)
+    report = convert(src, tmp_path / "dst")
+    assert verify(src, tmp_path / "dst") == report.layers == len(source.layers)
+    packed = Checkpoint.open(tmp_path / "dst")
+    with safe_open(src / "expected.safetensors", "pt") as expected:
+        names = [key for key in expected.keys() if key.endswith(".dequant_fp32")]  # noqa: SIM118
+        assert names
+        for key in names:
+            layer_name, want = key.removesuffix(".dequant_fp32"), expected.get_tensor(key)
+            assert torch.equal(source.read_layer(layer_name).dequant(), want), key
+            stored = source.read_layer(layer_name).s.dtype
+            if stored == packed.read_layer(layer_name).s.dtype:
+                assert torch.equal(packed.read_layer(layer_name).dequant(), want), key
