@@ -380,3 +380,49 @@ def test_malformed_modules_of_a_converted_folder(tmp_path, change):
 )
 def test_malformed_quantization_config(tmp_path, fmt, changes):
     refused(checkpoint(tmp_path / "src", fmt, **changes))
+
+
+@pytest.mark.parametrize(
+    ("key", "what"),
+    [
+        ("model.layers.0.mlp.experts.gate_up_proj_packed", "experts"),
+        ("model.layers.0.mlp.experts.gate_up_proj_blocks", "experts"),
+        ("model.layers.0.mlp.gate_up_proj_packed", "experts"),
+        ("model.embed_tokens.weight_packed", "embedding"),
+        ("model.embed_tokens.qweight", "embedding"),
+        ("transformer.wte.qweight", "embedding"),
+        ("model.layers.0.mlp.up_proj.q_weight", "exl2"),
+        ("model.layers.0.mlp.up_proj.q_scale_max", "exl2"),
+        ("model.layers.0.mlp.up_proj.q_invperm", "exl2"),
+        ("model.layers.0.mlp.up_proj.trellis", "exl3"),
+        ("model.layers.0.mlp.up_proj.B", "marlin"),
+        ("model.layers.0.mlp.up_proj.W_q", "hqq"),
+        ("model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4", "bitsandbytes"),
+        ("model.layers.0.mlp.up_proj.weight_scale_inv", "fp8"),
+    ],
+)
+@pytest.mark.parametrize("fmt", ["awq", "gptq", "ct"])
+def test_refused_by_a_tensor_name(tmp_path, fmt, key, what):
+    tensor = torch.zeros(8, 8, dtype=torch.int32)
+    refused(faulty(tmp_path, fmt, lambda tensors: tensors.update({key: tensor})), key, what, "not supported", "use")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "changes", "what"),
+    [
+        ("awq", {"version": "gemv_fast"}, "AWQ gemv_fast"),
+        ("awq", {"version": "marlin"}, "marlin"),
+        ("awq", {"version": "exllama"}, "exllama"),
+        ("gptq", {"checkpoint_format": "marlin"}, "marlin"),
+        ("gptq", {"is_marlin_format": True}, "marlin"),
+        ("gptq", {"quant_method": "exl2"}, "exl2"),
+        ("gptq", {"quant_method": "fp8"}, "fp8"),
+        ("gptq", {"quant_method": "bitsandbytes"}, "nf4"),
+        ("gptq", {"quant_method": "quip"}, "quip"),
+        ("ct", {"format": "float-quantized"}, "float-quantized"),
+        ("ct", {"format": "marlin-24"}, "marlin-24"),
+        ("ct", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
+    ],
+)
+def test_refused_by_the_config(tmp_path, fmt, changes, what):
+    refused(checkpoint(tmp_path / "src", fmt, **changes), what, "not supported", "use")

@@ -134,7 +134,7 @@ def test_scale_beyond_float16(tmp_path):
     layers = {Q_PROJ: layer(32, 64, 32, dtype=torch.float32)}
     layers[Q_PROJ].s[0, 0] = 1e5
     src = checkpoint(tmp_path / "src", "gptq", layers)
-    with pytest.raises(CheckpointError, match="100000.*bfloat16"):
+    with pytest.raises(CheckpointError, match=r"100000.*bfloat16"):
         convert(src, tmp_path / "dst")
     assert files(tmp_path) == ["src"]
     convert(src, tmp_path / "dst", dtype="bfloat16")

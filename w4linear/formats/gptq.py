@@ -63,7 +63,10 @@ class Gptq(Format):
     def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
         own = {**quant_config, **_dynamic(quant_config, name, note)}
         declared_bits(quant_config, name, own.get("bits"))
-        label = quant_config.get("checkpoint_format")
+        label, older = (setting(quant_config, key, str) for key in ("checkpoint_format", "format"))
+        if label is not None and older is not None and label != older:
+            raise CheckpointError(f"{name}: checkpoint_format is {label!r}, but format {older!r}; correct one")
+        label = label or older
         if label not in _VARIANTS:
             raise CheckpointError(
                 f"{name}: checkpoint_format is {label!r}, expected 'gptq' or 'gptq_v2'; export it as one of these"

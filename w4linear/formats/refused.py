@@ -22,12 +22,13 @@ _METHODS = {
     "marlin": "marlin-packed GPTQ",
 }
 _KEYS = (
-    (r"\.q_invperm$", "exl2"),
+    (r"\.(q_weight|q_invperm|q_scale_max)$", "exl2"),
     (r"\.trellis$", "exl3"),
     (r"\.quant_state\.bitsandbytes__|\.SCB$", "bitsandbytes (nf4, fp4 or int8)"),
     (r"\.W_q$", "hqq"),
     (r"\.weight_scale_inv$", "fp8"),
-    (r"experts\.\w+_(packed|qweight|scales?|qzeros|blocks)$", "fused, packed experts"),
+    (r"\.B$", "marlin-packed GPTQ"),
+    (r"(experts\.\w+|gate_up_proj)_(packed|qweight|scales?|qzeros|blocks)$", "fused, packed experts"),
     (r"(embed_tokens|wte|wpe|word_embeddings|embed_in)\.(qweight|weight_packed)$", "a quantized embedding"),
 )
 
@@ -35,7 +36,7 @@ _KEYS = (
 def refused(quant_config: QuantConfig, keys: Iterable[str]) -> str | None:
     """The name of a recognised format that is not supported, with the way out; None for any other checkpoint."""
     name = _by_config(quant_config)
-    if name is None:
+    if name is None and quant_config.get("quant_method") != "w4linear":
         for key in keys:
             for pattern, what in _KEYS:
                 if re.search(pattern, key):
