@@ -1,75 +1,88 @@
 """Readers of the checkpoint formats against the formula (q - z) * s."""
 
+from __future__ import annotations
+
+import warnings
+
 import pytest
 import torch
-
-from w4linear.formats import FORMATS, CheckpointError, LayerConfig, detect
-
-
-def words(x, dim, order=range(8)):
-    x = torch.nn.functional.pad(x.movedim(dim, -1).long(), (0, -x.shape[dim] % 8)).unflatten(-1, (-1, 8))
-    packed = sum(x[..., c] << (4 * p) for p, c in enumerate(order))
-    return packed.to(torch.int32).movedim(-1, dim).contiguous()
-
-
-def gptq(q, z, s, v):
-    return {"qweight": words(q.T, 0), "qzeros": words((z.T - int(v == "v1")) & 15, 1), "scales": s.T.contiguous()}
-
-
-def awq(q, z, s):
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    return {"qweight": words(q.T, 1, order), "qzeros": words(z.T, 1, order), "scales": s.T.contiguous()}
-
-
-def ct(q, z, s):
-    shape = torch.tensor(q.shape)
-    return {"weight_packed": words(q, 1), "weight_scale": s, "weight_zero_point": words(z, 0), "weight_shape": shape}
-
-
-@pytest.mark.parametrize(
-    ("n", "k", "group"), [(64, 256, 64), (60, 176, 64), (8, 128, -1), (72, 576, 128), (1, 128, 32)]
+from checkpoints import (
+    DOWN_PROJ,
+    FORMATS,
+    Q_PROJ,
+    checkpoint,
+    edit_json,
+    flat,
+    layer,
+    quantization,
+    tensors_of,
+    toy,
+    write,
+    write_json,
 )
-def test_every_format_reads_q_z_s_exactly(n, k, group):
-    g = torch.Generator().manual_seed(0)
-    groups = 1 if group == -1 else -(-k // group)
-    q, z = (torch.randint(0, 16, (n, c), generator=g) for c in (k, groups))
-    s = torch.rand(n, groups, generator=g).half()
-    cases = [("awq", "gemm", awq(q, z, s)), ("compressed-tensors", "", ct(q, z, s))]
-    cases += [("gptq", v, gptq(q, z, s, v)) for v in ("v1", "v2")]
-    for name, variant, tensors in cases:
-        w = FORMATS[name].read(tensors, LayerConfig("l", group, False, variant, "auto_gptq"))
-        assert torch.equal(w.q, q.byte()), name
-        assert torch.equal(w.z, z.byte()), name
-        assert torch.equal(w.s, s), name
+
+from w4linear.checkpoint import Checkpoint, CheckpointError
+from w4linear.convert import convert
+from w4linear.formats import FORMATS as READERS
+from w4linear.formats import LayerConfig, detect
+from w4linear.inspect import inspect
 
 
-def test_symmetric_v1_with_v2_zeros_is_read_as_8_and_asymmetric_as_9():
-    q, z, s = torch.zeros(8, 64), torch.full((8, 1), 8), torch.ones(8, 1).half()
-    tensors, said = gptq(q, z, s, "v2"), []
-    assert int(FORMATS["gptq"].read(tensors, LayerConfig("l", 64, True, "v1"), said.append).z.max()) == 8
-    assert "gptq_v2" in said[0]
-    assert int(FORMATS["gptq"].read(tensors, LayerConfig("l", 64, False, "v1")).z.min()) == 9
+def read(fmt, tensors, group=64, symmetric=False, writer="auto_gptq", note=lambda message: None):
+    name, variant = {
+        "awq": ("awq", "gemm"),
+        "gemv": ("awq", "gemv"),
+        "gptq": ("gptq", "v1"),
+        "gptq_v2": ("gptq", "v2"),
+        "ct": ("compressed-tensors", ""),
+    }[fmt]
+    return READERS[name].read(tensors, LayerConfig("l", group, symmetric, variant, writer), note)
 
 
-def test_gptqmodel_zeros_carry_over_the_word():
-    tensors = gptq(torch.zeros(8, 64), torch.zeros(8, 1).long(), torch.ones(8, 1).half(), "v2")
-    tensors["qzeros"].fill_(0x7777776F)
-    z = FORMATS["gptq"].read(tensors, LayerConfig("l", 64, False, "v1", "gptqmodel:7")).z[:, 0]
-    assert z.tolist() == [0] + [8] * 7
+def open_quietly(folder):
+    """Opens a folder whose reading must warn of nothing."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = Checkpoint.open(folder)
+        return found, {name: found.read_layer(name) for name in found.layers}
 
 
-@pytest.mark.parametrize("square", [256, 128])
-def test_awq_tensors_under_gptq_and_the_reverse(square):
-    q, z, s = torch.zeros(128, square), torch.zeros(128, square // 64).long(), torch.ones(128, square // 64).half()
-    with pytest.raises(CheckpointError, match="expected GPTQ's"):
-        FORMATS["gptq"].read(awq(q, z, s), LayerConfig("l", 64, False, "v1"))
-    with pytest.raises(CheckpointError, match="expected AWQ gemm's"):
-        FORMATS["awq"].read(gptq(q, z, s, "v1"), LayerConfig("l", 64, False, "gemm"))
+def assert_same(got, want):
+    assert torch.equal(got.q, want.q)
+    assert torch.equal(got.z, want.z)
+    assert torch.equal(got.s, want.s)
+    assert torch.equal(got.group_of_column(), want.group_of_column())
+    assert got.symmetric == want.symmetric
+    index = want.group_of_column()
+    assert torch.equal(got.dequant(), (want.q.float() - want.z.float()[:, index]) * want.s.float()[:, index])
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
 @pytest.mark.parametrize(
-    "config", [{"quant_method": "fp8"}, {"quant_method": "gptq", "bits": 8}, {"quant_method": "hqq"}]
+    ("n", "k", "group"),
+    [(64, 256, 64), (60, 176, 64), (8, 128, -1), (72, 576, 128), (1, 128, 32), (3, 8, 16), (16, 2048, 256)],
 )
-def test_refused_by_name(config):
-    with pytest.raises(CheckpointError, match="not supported"):
-        detect(config, ["a.qweight"])
+def test_every_format_reads_exactly(fmt, n, k, group):
+    want = layer(n, k, group)
+    assert_same(read(fmt, tensors_of(want, fmt), group), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_words_with_the_sign_bit_set(fmt):
+    want = layer(64, 256, 64)
+    want.q[:, 7::8], want.q[:, 0::8] = 15, 0
+    want.q[7::8], want.q[0::8] = 15, 0
+    want.z[7::8], want.z[0::8] = 15, 0
+    assert_same(read(fmt, tensors_of(want, fmt)), want)
+    want.q.fill_(15)
+    assert_same(read(fmt, tensors_of(want, fmt)), want)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_all_sixteen_zero_points(fmt, tmp_path):
+    want = layer(64, 256, 64)
+    want.z[:] = (torch.arange(256) % 16).view(64, 4)
+    src = checkpoint(tmp_path / "src", fmt, {Q_PROJ: want}, group=64)
+    assert_same(open_quietly(src)[1][Q_PROJ], want)
+    convert(src, tmp_path / "dst")
+    assert torch.equal(Checkpoint.open(tmp_path / "dst").read_layer(Q_PROJ).z, want.z)
