@@ -86,3 +86,94 @@ def test_all_sixteen_zero_points(fmt, tmp_path):
     assert_same(open_quietly(src)[1][Q_PROJ], want)
     convert(src, tmp_path / "dst")
     assert torch.equal(Checkpoint.open(tmp_path / "dst").read_layer(Q_PROJ).z, want.z)
+
+
+@pytest.mark.parametrize("place", ["checkpoint_format", "format", "quantize_config.json", "absent"])
+@pytest.mark.parametrize("fmt", ["gptq", "gptq_v2"])
+def test_gptq_version_wherever_it_is_stated(tmp_path, place, fmt):
+    layers = toy()
+    tensors, quant = flat(layers, fmt), quantization(fmt, checkpoint_format=None)
+    if place == "absent":
+        fmt = "gptq"
+        tensors = flat(layers, fmt)
+    elif place != "quantize_config.json":
+        quant[place] = fmt
+    src = write(tmp_path / "src", tensors, quant)
+    if place == "quantize_config.json":
+        write_json(src / place, {"bits": 4, "checkpoint_format": fmt})
+    for name, got in open_quietly(src)[1].items():
+        assert_same(got, layers[name])
+
+
+def test_symmetric_v1_with_v2_zeros_is_read_as_8_and_asymmetric_as_9(tmp_path):
+    want = layer(16, 64, 64, symmetric=True)
+    tensors = flat({Q_PROJ: want}, "gptq_v2")
+    src = write(tmp_path / "a", tensors, quantization("gptq", 64, True))
+    with pytest.warns(UserWarning, match="gptq_v2"):
+        assert_same(Checkpoint.open(src).read_layer(Q_PROJ), want)
+    src = write(tmp_path / "b", tensors, quantization("gptq", 64, False))
+    got = open_quietly(src)[1][Q_PROJ]
+    assert not got.symmetric
+    assert bool((got.z == 9).all())
+
+
+def test_gptqmodel_zeros_carry_over_the_word():
+    tensors = tensors_of(layer(8, 64, 64), "gptq")
+    tensors["qzeros"].fill_(0x7777776F)
+    assert read("gptq", tensors, writer="gptqmodel:7").z[:, 0].tolist() == [0] + [8] * 7
+    said = []
+    assert read("gptq", tensors, writer=None, note=said.append).z[:, 0].tolist() == [0, 7] + [8] * 6
+    assert "meta.quantizer" in said[0]
+
+
+def test_gptq_without_g_idx(tmp_path):
+    want = layer(64, 256, 64)
+    tensors = flat({Q_PROJ: want}, "gptq")
+    del tensors[f"{Q_PROJ}.g_idx"]
+    assert_same(open_quietly(write(tmp_path / "src", tensors, quantization("gptq", 64)))[1][Q_PROJ], want)
+
+
+def test_symmetric_that_the_zeros_contradict(tmp_path):
+    want = layer(64, 256, 64)
+    src = write(tmp_path / "src", flat({Q_PROJ: want}, "gptq"), quantization("gptq", 64, True))
+    with pytest.warns(UserWarning, match="read as asymmetric"):
+        assert_same(Checkpoint.open(src).read_layer(Q_PROJ), want)
+
+
+def test_gptq_dynamic(tmp_path):
+    name = "model.layers.1.self_attn.q_proj"
+    layers = {Q_PROJ: layer(64, 256, 64), name: layer(64, 256, 32)}
+    rules = {r"+:.*layers\.1\..*": {"group_size": 32}, r"-:.*down_proj": {}}
+    tensors = flat(layers, "gptq")
+    tensors[f"{DOWN_PROJ}.weight"] = torch.ones(64, 256).half()
+    src = write(tmp_path / "src", tensors, quantization("gptq", 64, dynamic=rules))
+    found, got = open_quietly(src)
+    for key, want in layers.items():
+        assert_same(got[key], want)
+    assert f"{DOWN_PROJ}.weight" in found.other_tensors()
+    assert [found.layers[key].sizes.group for key in (Q_PROJ, name)] == [64, 32]
+
+
+@pytest.mark.parametrize("rule", [{"-:.*q_proj": {}}, {"-:.*q_proj": {}, "+:.*": {"bits": 8}}])
+def test_gptq_dynamic_names_a_packed_layer_dense(tmp_path, rule):
+    layers = {Q_PROJ: layer(64, 256, 64)}
+    src = checkpoint(tmp_path / "src", "gptq", layers, group=64, dynamic=rule)
+    with pytest.warns(UserWarning, match="packed; read by the tensors"):
+        assert_same(Checkpoint.open(src).read_layer(Q_PROJ), layers[Q_PROJ])
+
+
+@pytest.mark.parametrize("skip", [["k_proj"], ["model.layers.1."], [], None])
+def test_awq_modules_to_not_convert(tmp_path, skip):
+    layers = toy()
+    tensors = flat(layers, "awq")
+    tensors["model.layers.0.self_attn.k_proj.weight"] = torch.ones(16, 64).half()
+    quant = quantization("awq") | {"modules_to_not_convert": skip}
+    found, got = open_quietly(write(tmp_path / "src", tensors, quant))
+    assert got.keys() == layers.keys()
+    assert "model.layers.0.self_attn.k_proj.weight" in found.other_tensors()
+
+
+def test_awq_modules_to_not_convert_names_a_packed_layer(tmp_path):
+    src = checkpoint(tmp_path / "src", "awq", modules_to_not_convert=["q_proj"])
+    with pytest.warns(UserWarning, match="'q_proj', but the layer is packed"):
+        assert_same(Checkpoint.open(src).read_layer(Q_PROJ), toy()[Q_PROJ])
