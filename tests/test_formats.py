@@ -24,8 +24,7 @@ from checkpoints import (
 from w4linear.checkpoint import Checkpoint, CheckpointError
 from w4linear.convert import convert
 from w4linear.formats import FORMATS as READERS
-from w4linear.formats import LayerConfig, detect
-from w4linear.inspect import inspect
+from w4linear.formats import LayerConfig
 
 
 def read(fmt, tensors, group=64, symmetric=False, writer="auto_gptq", note=lambda message: None):
@@ -177,3 +176,118 @@ def test_awq_modules_to_not_convert_names_a_packed_layer(tmp_path):
     src = checkpoint(tmp_path / "src", "awq", modules_to_not_convert=["q_proj"])
     with pytest.warns(UserWarning, match="'q_proj', but the layer is packed"):
         assert_same(Checkpoint.open(src).read_layer(Q_PROJ), toy()[Q_PROJ])
+
+
+@pytest.mark.parametrize("fmt", ["awq", "gemv"])
+def test_awq_without_zero_points(tmp_path, fmt):
+    layers = toy(symmetric=True)
+    tensors = flat(layers, fmt)
+    for folder in ("present", "absent"):
+        for name, got in open_quietly(write(tmp_path / folder, tensors, quantization(fmt, 32, True)))[1].items():
+            assert_same(got, layers[name])
+        for name in layers:
+            tensors.pop(f"{name}.qzeros", None)
+    src = write(tmp_path / "not declared", tensors, quantization(fmt, 32, False))
+    with pytest.raises(CheckpointError, match="qzeros is missing"):
+        Checkpoint.open(src)
+
+
+@pytest.mark.parametrize(
+    ("k", "group", "width"), [(128, 64, 16), (128, 32, 32), (4096, 128, 32), (128, 128, 8), (64, -1, 8)]
+)
+def test_awq_gemv_padding(k, group, width):
+    """AutoAWQ pads the groups to whole words, twice that for group 64, four times for group 32."""
+    want = layer(24, k, group)
+    tensors = tensors_of(want, "gemv")
+    pad = width - want.groups
+    tensors["scales"] = torch.nn.functional.pad(want.s, (0, pad))
+    tensors["qzeros"] = torch.nn.functional.pad(tensors["qzeros"], (0, width // 8 - tensors["qzeros"].shape[1]))
+    assert_same(read("gemv", tensors, group), want)
+
+
+def test_awq_gemv_group_size_must_be_right():
+    with pytest.raises(CheckpointError, match="scales"):
+        read("gemv", tensors_of(layer(24, 1024, 64), "gemv"), 32)
+
+
+@pytest.mark.parametrize("version", ["GEMM", "gemm", None])
+def test_awq_version_in_any_case(tmp_path, version):
+    src = checkpoint(tmp_path / "src", "awq", version=version)
+    for name, got in open_quietly(src)[1].items():
+        assert_same(got, toy()[name])
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "group"), [(20, 256, 64), (64, 256, 128), (64, 256, -1), (64, 176, 64), (64, 100, 32)]
+)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_compressed_tensors(tmp_path, n, k, group, symmetric):
+    layers = {Q_PROJ: layer(n, k, group, symmetric=symmetric)}
+    src = checkpoint(tmp_path / "src", "ct", layers, group=group, symmetric=symmetric)
+    assert_same(open_quietly(src)[1][Q_PROJ], layers[Q_PROJ])
+
+
+def test_compressed_tensors_zero_points_as_int8():
+    want = layer(20, 256, 64)
+    tensors = tensors_of(want, "ct")
+    tensors["weight_zero_point"] = (want.z.to(torch.int8) - 8).contiguous()
+    assert_same(read("ct", tensors), want)
+    tensors["weight_zero_point"][0, 0] = 8
+    with pytest.raises(CheckpointError, match=r"weight_zero_point has values -8..8"):
+        read("ct", tensors)
+
+
+def test_compressed_tensors_asymmetric_without_zero_points(tmp_path):
+    want = layer(64, 256, 64, symmetric=True)
+    src = checkpoint(tmp_path / "src", "ct", {Q_PROJ: want}, group=64)
+    config = src / "config.json"
+    edit_json(config, lambda c: c["quantization_config"]["config_groups"]["group_0"]["weights"].update(symmetric=False))
+    with pytest.warns(UserWarning, match="read as z = 8"):
+        got = Checkpoint.open(src).read_layer(Q_PROJ)
+    assert torch.equal(got.dequant(), want.dequant())
+
+
+@pytest.mark.parametrize("target", ["Linear", Q_PROJ, "re:.*self_attn.*"])
+def test_compressed_tensors_groups_and_ignore(tmp_path, target):
+    layers = {Q_PROJ: layer(64, 256, 64), DOWN_PROJ: layer(64, 256, 32)}
+    tensors = flat(layers, "ct")
+    tensors["model.layers.0.mlp.gate.weight"] = torch.ones(4, 64).half()
+    tensors["model.visual.proj.weight"] = torch.ones(64, 64).half()
+
+    def scheme(targets, group):
+        weights = {"num_bits": 4, "type": "int", "symmetric": False, "strategy": "group", "group_size": group}
+        return {"targets": targets, "weights": weights}
+
+    groups = {"a": scheme([target], 64), "b": scheme([DOWN_PROJ], 32)}
+    ignore = ["lm_head", "re:.*visual.*", "model.layers.0.mlp.gate"]
+    src = write(tmp_path / "src", tensors, quantization("ct", config_groups=groups, ignore=ignore))
+    found, got = open_quietly(src)
+    for name, want in layers.items():
+        assert_same(got[name], want)
+    assert {"model.layers.0.mlp.gate.weight", "model.visual.proj.weight"} <= set(found.other_tensors())
+
+
+def test_compressed_tensors_ignores_a_packed_layer(tmp_path):
+    src = checkpoint(tmp_path / "src", "ct", ignore=["re:.*q_proj"])
+    with pytest.warns(UserWarning, match="ignore list"):
+        assert_same(Checkpoint.open(src).read_layer(Q_PROJ), toy()[Q_PROJ])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda group: group.update(input_activations={"num_bits": 8}), "input_activations"),
+        (lambda group: group["weights"].update(type="float"), "float"),
+        (lambda group: group["weights"].update(strategy="block"), "block"),
+        (lambda group: group.update(targets=["re:.*visual.*"]), None),
+    ],
+)
+def test_compressed_tensors_schemes(tmp_path, change, says):
+    src = checkpoint(tmp_path / "src", "ct")
+    edit_json(src / "config.json", lambda c: change(c["quantization_config"]["config_groups"]["group_0"]))
+    if says is None:
+        with pytest.warns(UserWarning, match="no target"):
+            Checkpoint.open(src)
+    else:
+        with pytest.raises(CheckpointError, match=says):
+            Checkpoint.open(src)
