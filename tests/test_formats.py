@@ -291,3 +291,32 @@ def test_compressed_tensors_schemes(tmp_path, change, says):
     else:
         with pytest.raises(CheckpointError, match=says):
             Checkpoint.open(src)
+
+
+@pytest.mark.parametrize("fmt", ["gptq", "ct"])
+def test_inspect(tmp_path, fmt):
+    order = (torch.arange(256) // 64)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+    layers = {Q_PROJ: layer(64, 256, 64, g_idx=order, bias=True), DOWN_PROJ: layer(16, 128, 64)}
+    src = checkpoint(tmp_path / "src", fmt, layers, group=64)
+    convert(src, tmp_path / "dst")
+    for folder, name in ((src, "gptq" if fmt == "gptq" else "compressed-tensors"), (tmp_path / "dst", "w4linear")):
+        report = inspect(folder)
+        assert (report.format, report.refused) == (name, [])
+        assert [(r["name"], r["n"], r["k"], r["group"], r["act_order"]) for r in report.layers] == [
+            (DOWN_PROJ, 16, 128, 64, False),
+            (Q_PROJ, 64, 256, 64, True),
+        ]
+        assert report.dense == ["model.embed_tokens.weight", "model.norm.weight"]
+        assert report.dense_bytes == 2 * (32 * 64 + 64)
+        assert report.bits_per_weight is not None and 4 < report.bits_per_weight < 7
+        assert report.packed_bytes >= report.bits_per_weight * (64 * 256 + 16 * 128) / 8
+
+
+def test_inspect_names_what_would_be_refused(tmp_path):
+    tensors = flat(toy(), "gptq")
+    del tensors[f"{DOWN_PROJ}.scales"]
+    report = inspect(write(tmp_path / "src", tensors, quantization("gptq")))
+    assert [r["name"] for r in report.layers] == [Q_PROJ]
+    assert report.dense == ["model.embed_tokens.weight", "model.norm.weight"]
+    assert f"{DOWN_PROJ}.scales is missing" in report.refused[0]
+    assert inspect(tmp_path / "ghost").refused[0].endswith("not a folder")
