@@ -24,7 +24,8 @@ from checkpoints import (
 from w4linear.checkpoint import Checkpoint, CheckpointError
 from w4linear.convert import convert
 from w4linear.formats import FORMATS as READERS
-from w4linear.formats import LayerConfig
+from w4linear.formats import LayerConfig, detect
+from w4linear.inspect import inspect
 
 
 def read(fmt, tensors, group=64, symmetric=False, writer="auto_gptq", note=lambda message: None):
@@ -320,3 +321,25 @@ def test_inspect_names_what_would_be_refused(tmp_path):
     assert report.dense == ["model.embed_tokens.weight", "model.norm.weight"]
     assert f"{DOWN_PROJ}.scales is missing" in report.refused[0]
     assert inspect(tmp_path / "ghost").refused[0].endswith("not a folder")
+
+
+def test_awq_tensors_under_gptq_and_the_reverse():
+    want = layer(128, 128, 64)
+    with pytest.raises(CheckpointError, match=r"\(128, 16\), expected GPTQ's"):
+        read("gptq", tensors_of(want, "awq"))
+    with pytest.raises(CheckpointError, match=r"\(16, 128\), expected AWQ gemm's"):
+        read("awq", tensors_of(want, "gptq"))
+
+
+def test_detection_needs_exactly_one_format():
+    for config, name in (
+        ({"quant_method": "gptq"}, "gptq"),
+        ({"bits": 4, "desc_act": False}, "gptq"),
+        ({"bits": 4, "zero_point": True}, "awq"),
+        ({"quant_method": "awq", "version": "gemv"}, "awq"),
+    ):
+        assert detect(config, ["a.qweight"]).name == name
+    with pytest.raises(CheckpointError, match="gptq: fits"):
+        detect({"sym": True, "zero_point": True}, ["a.qweight"])
+    with pytest.raises(CheckpointError, match="no tensor is named"):
+        detect({"quant_method": "gptq"}, ["a.weight"])
