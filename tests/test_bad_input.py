@@ -22,7 +22,7 @@ from checkpoints import (
     write,
     write_json,
 )
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from w4linear.checkpoint import Checkpoint, CheckpointError
 from w4linear.convert import convert
@@ -426,3 +426,64 @@ def test_refused_by_a_tensor_name(tmp_path, fmt, key, what):
 )
 def test_refused_by_the_config(tmp_path, fmt, changes, what):
     refused(checkpoint(tmp_path / "src", fmt, **changes), what, "not supported", "use")
+
+
+@pytest.mark.parametrize("shape", [torch.tensor([[48, 64]]), torch.tensor([48.0, torch.nan]), torch.tensor([-48, 64])])
+def test_weight_shape_that_is_no_shape(tmp_path, shape):
+    src = faulty(tmp_path, "ct", lambda tensors: tensors.update({f"{Q_PROJ}.weight_shape": shape}))
+    refused(src, f"{Q_PROJ}.weight_shape", "expected two sizes")
+
+
+def test_tensor_without_a_layer_name(tmp_path):
+    refused(
+        faulty(tmp_path, "gptq", lambda tensors: tensors.update(qweight=torch.zeros(4, 4))),
+        "qweight",
+        "no layer's name",
+    )
+
+
+def test_awq_gemv_needs_the_right_group_size(tmp_path):
+    refused(checkpoint(tmp_path / "a", "gemv", group_size=None), "group_size", f"{Q_PROJ}.scales")
+    refused(checkpoint(tmp_path / "b", "gemv", group_size=64), "group_size 64", "scales")
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change"),
+    [
+        ("layout", lambda t: t[:3]),
+        ("layout", lambda t: torch.arange(len(t), dtype=torch.int32)),
+        ("layout", lambda t: torch.cat((t[:1], torch.zeros_like(t[1:])))),
+        ("B", lambda t: t.long()),
+        ("B", lambda t: t[:, :0]),
+        ("B", lambda t: t.flatten()),
+        ("U", lambda t: t.flatten()),
+        ("U", lambda t: t[:, :1]),
+        ("U", lambda t: t.float()),
+        ("U", lambda t: t.fill_(torch.nan)),
+        ("V", lambda t: t[:1]),
+        ("V", lambda t: t.int()),
+        ("V", lambda t: None),
+        ("B", lambda t: None),
+        ("layout", lambda t: None),
+        ("perm", lambda t: t.fill_(2**30)),
+        ("perm", lambda t: t.fill_(-2)),
+        ("perm", lambda t: t.fill_(0)),
+        ("perm", lambda t: t[:64]),
+        ("perm", lambda t: None),
+        ("group_map", lambda t: t.fill_(4)),
+        ("group_map", lambda t: t[:1]),
+    ],
+)
+def test_faulty_converted_folder(tmp_path, suffix, change):
+    g_idx = (torch.arange(256) // 64)[torch.randperm(256, generator=torch.Generator().manual_seed(0))]
+    convert(checkpoint(tmp_path / "src", "gptq", {Q_PROJ: layer(48, 256, 64, g_idx=g_idx)}, group=64), tmp_path / "out")
+    file = tmp_path / "out" / "w4linear-00001-of-00001.safetensors"
+    tensors = load_file(file)
+    new = change(tensors.pop(f"{Q_PROJ}.{suffix}"))
+    if new is not None:
+        tensors[f"{Q_PROJ}.{suffix}"] = new.contiguous()
+    save_file(tensors, file)
+    index = {"weight_map": dict.fromkeys(tensors, file.name)}
+    write_json(tmp_path / "out" / "w4linear.safetensors.index.json", index)
+    with pytest.raises(CheckpointError, match=Q_PROJ):
+        Checkpoint.open(tmp_path / "out").read_layer(Q_PROJ)

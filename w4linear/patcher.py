@@ -6,9 +6,7 @@ that writes the package's own files, which nothing else mistakes for a plain che
 
 from __future__ import annotations
 
-import fnmatch
 import json
-import re
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -23,6 +21,7 @@ from torch import Tensor, nn
 from w4linear import packing
 from w4linear.backends import cuda
 from w4linear.linear import W4Linear
+from w4linear.names import matches
 
 
 @dataclass(frozen=True)
@@ -74,31 +73,6 @@ class PatchReport:
         return "\n".join(lines)
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Whether a module name is meant by a pattern of ``include`` or ``exclude``.
-
-    A plain pattern is a full name, its ending, or the name of a module above it, cut at dots. One with ``*``, ``?`` or
-    ``[`` is a shell pattern for a full name or its ending. One that starts with ``re:`` is a regular expression that
-    matches the whole name.
-
-    Example:
-        >>> matches("model.layers.1.mlp.up_proj", "up_proj"), matches("model.layers.1.mlp.up_proj", "p_proj")
-        (True, False)
-        >>> matches("model.layers.1.mlp.up_proj", "layers.*.mlp.*"), matches("model.layers.11.mlp", "model.layers.1")
-        (True, False)
-        >>> matches("model.layers.1.mlp.up_proj", r"re:.*\\.1\\..*")
-        True
-    """
-    if pattern.startswith("re:"):
-        return re.fullmatch(pattern[3:], name) is not None
-    parts = name.split(".")
-    endings = [".".join(parts[i:]) for i in range(len(parts))]
-    if any(c in pattern for c in "*?["):
-        return any(fnmatch.fnmatchcase(ending, pattern) for ending in endings)
-    pattern = pattern.rstrip(".")
-    return pattern in endings or name.startswith(pattern + ".")
-
-
 def patch_model(
     model: nn.Module,
     *,
@@ -120,7 +94,7 @@ def patch_model(
         model: any module that holds linear layers.
         group_size: consecutive in features that share one scale, for the nn.Linear layers.
         symmetric: every zero point is 8, for the nn.Linear layers.
-        include: only layers that one of these patterns means (see `matches`); None is all.
+        include: only layers that one of these patterns means (see `names.matches`); None is all.
         exclude: patterns of layers to leave.
 
     Returns:

@@ -96,7 +96,11 @@ class Awq(Format):
         n, words = tensors["qweight"].shape
         k = words * 8
         group = config.group_size
-        if group is None or group <= 0:
+        if group is None:
+            raise TensorError(
+                "scales", "is padded in AWQ gemv, so the config must give group_size, and does not; add it"
+            )
+        if group <= 0:
             group = k
         groups = -(-k // group)
         width = tensors["scales"].shape[1]
@@ -121,6 +125,12 @@ class Awq(Format):
         if config.variant == "gemv":
             q = unpack_rows(qweight, size.k)
             s = scales[:, : size.groups]
+            if bool(scales[:, size.groups :].any()):
+                raise TensorError(
+                    "scales",
+                    f"holds values beyond the {size.groups} groups of the config's group_size {config.group_size}; "
+                    "correct group_size",
+                )
             if qzeros is not None:
                 z = unpack_words(qzeros, size.groups)
         else:

@@ -106,11 +106,13 @@ class Format(ABC):
     def layers(self, keys: Iterable[str]) -> dict[str, dict[str, str]]:
         """{prefix: {suffix: key}} of every prefix that has one of the format's own suffixes, in sorted order."""
         by_prefix: dict[str, dict[str, str]] = {}
+        marks = {*self.required, *self.marking}
         for key in sorted(keys):
             prefix, dot, suffix = key.rpartition(".")
+            if not dot and key in marks:
+                raise CheckpointError(f"tensor {key} has no layer's name before it; export the whole model, with names")
             if dot:
                 by_prefix.setdefault(prefix, {})[suffix] = key
-        marks = {*self.required, *self.marking}
         return {prefix: found for prefix, found in by_prefix.items() if marks & found.keys()}
 
     def listed(self, quant_config: QuantConfig) -> Iterable[str]:

@@ -78,8 +78,10 @@ class CompressedTensors(Format):
         n, columns = tensors["weight_packed"].shape
         k = columns * 8
         if (shape := tensors.get("weight_shape")) is not None:
-            if shape.numel() != 2:
-                raise TensorError("weight_shape", f"has {shape.numel()} values, expected 2 (n, k)")
+            if tuple(shape.shape) != (2,) or shape.dtype not in (torch.int32, torch.int64) or int(shape.min()) < 1:
+                raise TensorError(
+                    "weight_shape", f"is {shape.tolist()} {shape.dtype}, expected two sizes (n, k), torch.int64"
+                )
             rows, k = (int(size) for size in shape)
             if (n, columns) != (rows, -(-k // 8)):
                 raise TensorError(

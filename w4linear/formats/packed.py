@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 from w4linear.canonical import CanonicalW4
@@ -29,7 +30,7 @@ class PackedW4(Format):
     required = ("B", "U", "layout")
     optional = tuple(name for name in BUFFERS if name not in ("B", "U", "layout"))
     scales = "U"
-    small = ("layout",)
+    small = ("layout", "perm", "group_map")
 
     def matches(self, quant_config: QuantConfig, keys: Iterable[str]) -> str | None:
         method = quant_config.get("quant_method")
@@ -63,10 +64,26 @@ class PackedW4(Format):
         if tensors["U"].dtype not in COMPUTE_DTYPES:
             raise TensorError("U", f"is {tensors['U'].dtype}, expected torch.float16 or torch.bfloat16")
         size = Sizes(values["out_features"], values["in_features"], values["group_size"], values["groups"])
+        if min(size.n, size.k, size.group, size.groups) < 1:
+            raise TensorError("layout", f"says {values}, expected sizes of at least 1; convert again")
         if bool(values["symmetric"]) != config.symmetric or size.group != config.group_size:
             raise TensorError(
                 "layout", f"says {values}, the config's modules another group_size or symmetric; convert again"
             )
+        dtypes = {"B": torch.int32, "V": torch.uint8, "perm": torch.int32, "group_map": torch.int32}
+        for suffix, dtype in dtypes.items():
+            if suffix in tensors and tensors[suffix].dtype != dtype:
+                raise TensorError(suffix, f"is {tensors[suffix].dtype}, expected {dtype}; convert again")
+        for suffix, low, high in (("perm", -1, size.k - 1), ("group_map", 0, size.groups - 1)):
+            index = tensors.get(suffix)
+            if index is not None and not (index.numel() and low <= int(index.min()) <= int(index.max()) <= high):
+                raise TensorError(suffix, f"has values outside {low}..{high}, or none; convert again")
+        if (perm := tensors.get("perm")) is not None:
+            times = torch.bincount(perm[perm >= 0], minlength=size.k)
+            if bool((times != 1).any()):
+                raise TensorError(
+                    "perm", f"names a column {int(times.max())} or 0 times, expected each of {size.k} once"
+                )
         n16 = -(-size.n // GRAIN_N)
         expect(tensors, "B", (n16, *tensors["B"].shape[1:2], 32, 4), "(ceil(n / 16), k64, 32, 4)")
         expect(tensors, "U", (n16, *tensors["U"].shape[1:2], 16), "(ceil(n / 16), groups, 16)")
