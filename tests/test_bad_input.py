@@ -421,6 +421,8 @@ def test_refused_by_a_tensor_name(tmp_path, fmt, key, what):
         ("gptq", {"quant_method": "quip"}, "quip"),
         ("ct", {"format": "float-quantized"}, "float-quantized"),
         ("ct", {"format": "marlin-24"}, "marlin-24"),
+        ("ct", {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config"),
+        ("ct", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ("ct", {"format": "nvfp4-pack-quantized"}, "nvfp4-pack-quantized"),
     ],
 )

@@ -336,3 +336,25 @@ def test_checkpoints_that_another_tool_wrote(tmp_path, name):
             stored = source.read_layer(layer_name).s.dtype
             if stored == packed.read_layer(layer_name).s.dtype:
                 assert torch.equal(packed.read_layer(layer_name).dequant(), want), key
+
+
+def test_config_files_that_contradict_on_the_group_size(tmp_path):
+    layers = {DOWN_PROJ: layer(64, 512, 64)}
+    src = checkpoint(tmp_path / "src", "gptq", layers, group=128)
+    (src / "quantize_config.json").write_text('{"bits": 4, "group_size": 64}')
+    with pytest.warns(UserWarning, match="group_size 128 and 64"):
+        convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+def test_empty_transform_and_sparsity_settings(tmp_path):
+    layers = toy()
+    src = checkpoint(tmp_path / "src", "ct", layers, transform_config={}, sparsity_config={"format": "dense"})
+    convert(src, tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)
+
+
+def test_a_layer_per_expert(tmp_path):
+    layers = {f"model.layers.0.mlp.experts.{e}.gate_proj": layer(32, 64, 32, seed=e) for e in range(4)}
+    convert(checkpoint(tmp_path / "src", "gptq", layers), tmp_path / "dst")
+    assert_holds(tmp_path / "dst", layers)

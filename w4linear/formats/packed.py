@@ -93,6 +93,10 @@ class PackedW4(Format):
     def read(
         self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None
     ) -> CanonicalW4:
+        return self.layer(tensors, config, note).to_canonical()
+
+    def layer(self, tensors: Mapping[str, Tensor], config: LayerConfig, note: Note = lambda message: None) -> W4Linear:
+        """The module that the tensors are the state dict of; they are copied as they are."""
         size = self.sizes(tensors, config, note)
         self.check_values(tensors, size.groups)
         layer = W4Linear(
@@ -102,9 +106,10 @@ class PackedW4(Format):
             group_size=size.group,
             symmetric=config.symmetric,
             dtype=tensors["U"].dtype,
+            device="meta",
         )
         try:
-            layer.load_state_dict(dict(tensors))
+            layer.load_state_dict(dict(tensors), assign=True)
         except RuntimeError as error:
             raise TensorError("B", f"and the other tensors do not load: {error}") from error
-        return layer.to_canonical()
+        return layer

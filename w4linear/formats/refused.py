@@ -58,6 +58,10 @@ def _by_config(config: QuantConfig) -> str | None:
         return "marlin-packed GPTQ"
     if method == "awq" and dialect not in ("", "gemm", "gemv"):
         return f"AWQ {dialect}"
+    if (setting(config, "transform_config", dict) or {}).get("config_groups"):
+        return "compressed-tensors with transforms (transform_config)"
+    if (setting(config, "sparsity_config", dict) or {}).get("format") not in (None, "dense"):
+        return "compressed-tensors with sparse weights (sparsity_config)"
     if method == "compressed-tensors" and config.get("format") not in (None, "pack-quantized"):
         return f"compressed-tensors {config['format']}"
     return None
