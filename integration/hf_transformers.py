@@ -112,8 +112,7 @@ def _put_layers(model: nn.Module, checkpoint: Any, compute: torch.dtype, device:
 
 
 def _packed_layer(checkpoint: Any, name: str, linear: nn.Linear, compute: torch.dtype) -> W4Linear:
-    w = checkpoint.read_layer(name)  # scales in the dtype they were packed in: packing again gives the same bits
-    layer = W4Linear.from_canonical(w, _layer_dtype(torch.float32, w.s.dtype))
+    layer: W4Linear = checkpoint.read_packed(name)
     got, want = (layer.out_features, layer.in_features), (linear.out_features, linear.in_features)
     if got != want:
         raise CheckpointError(f"{name} is {got} (out, in) in the file, {want} in the model's config")

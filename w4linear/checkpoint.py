@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,7 +16,11 @@ from torch import Tensor
 
 from w4linear.canonical import CanonicalW4
 from w4linear.formats import CheckpointError, Format, LayerConfig, Sizes, TensorError, detect
+from w4linear.formats.packed import PackedW4
+from w4linear.linear import W4Linear
 from w4linear.packing import UnsupportedLayerError, kernel_group
+
+_Layer = TypeVar("_Layer")
 
 INDEXES = ("w4linear.safetensors.index.json", "model.safetensors.index.json")
 _DTYPES = {
@@ -149,10 +154,19 @@ class Checkpoint:
 
     def read_layer(self, prefix: str) -> CanonicalW4:
         """The layer ``prefix``; raises CheckpointError naming tensor and file."""
+        return self._read(prefix, self.format.read)
+
+    def read_packed(self, prefix: str) -> W4Linear:
+        """The layer ``prefix`` of a converted checkpoint, as stored: nothing is packed again."""
+        if not isinstance(self.format, PackedW4):
+            raise CheckpointError(f"{self.path}: {self.format.name} layers are not packed; use read_layer")
+        return self._read(prefix, self.format.layer)
+
+    def _read(self, prefix: str, reader: Callable[..., _Layer]) -> _Layer:
         spec = self.layers[prefix]
         tensors = {suffix: self.files.read(key) for suffix, key in spec.keys.items()}
         try:
-            return self.format.read(tensors, spec.config, lambda message: self._note(prefix, message))
+            return reader(tensors, spec.config, lambda message: self._note(prefix, message))
         except TensorError as error:
             raise CheckpointError(self._where(prefix, error)) from error
 
