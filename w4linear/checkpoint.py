@@ -23,9 +23,11 @@ from w4linear.packing import UnsupportedLayerError, kernel_group
 _Layer = TypeVar("_Layer")
 
 INDEXES = ("w4linear.safetensors.index.json", "model.safetensors.index.json")
-_DTYPES = {
+DTYPES = {  # by the names of safetensors
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 __all__ = ["Checkpoint", "CheckpointError", "LayerSpec", "resolve"]
 
@@ -84,7 +86,7 @@ class TensorFiles:
     def meta(self, key: str) -> Tensor:
         """A meta tensor with the shape and dtype of ``key``, from the header."""
         header = self._open[self.file_of[key]].get_slice(key)
-        return torch.empty(header.get_shape(), dtype=_DTYPES.get(header.get_dtype(), torch.uint8), device="meta")
+        return torch.empty(header.get_shape(), dtype=DTYPES.get(header.get_dtype(), torch.uint8), device="meta")
 
 
 class Checkpoint:

@@ -1,4 +1,4 @@
-"""A checkpoint folder -> the packed layout: shards, index, config.json, tokenizer files; memory bounded by a shard."""
+"""A checkpoint folder -> the packed layout: shards, index, config.json, tokenizer files; memory bounded by a layer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from w4linear.checkpoint import INDEXES, Checkpoint, CheckpointError, TensorFiles, read_json
+from w4linear.checkpoint import DTYPES, INDEXES, Checkpoint, CheckpointError, TensorFiles, read_json
 from w4linear.linear import BUFFERS, W4Linear
 from w4linear.names import matches
 from w4linear.packing import LAYOUT_VERSION
 from w4linear.quantize import quantize
 
 _SHARD_BYTES = 1 << 30
+_COPY_BYTES = 1 << 22
+_STORED_AS = {dtype: name for name, dtype in DTYPES.items()}
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
 _REPLACED = ("config.json", "quantize_config.json", "quant_config.json", *INDEXES)
 # Names of 2-D weights that are no linears.
@@ -281,31 +282,63 @@ def _tensors(
 
 def _write_shards(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> tuple[dict[str, str], int]:
     """-> ({tensor: file}, bytes)."""
-    shards: list[list[str]] = []
-    pending: dict[str, Tensor] = {}
-    total = held = 0
-
-    def flush() -> None:
-        shards.append(sorted(pending))
-        save_file({k: v.contiguous() for k, v in pending.items()}, folder / f"{len(shards)}.tmp", {"format": "pt"})
-        pending.clear()
-
-    for name, tensor in tensors:
-        pending[name] = tensor
-        held += tensor.nbytes
-        total += tensor.nbytes
-        if held >= _SHARD_BYTES:
-            flush()
-            held = 0
-    if pending:
-        flush()
+    shards: list[_Shard] = []
+    total = 0
+    try:
+        for name, tensor in tensors:
+            if not shards or shards[-1].size >= _SHARD_BYTES:
+                if shards:
+                    shards[-1].close()
+                shards.append(_Shard(folder / f"{len(shards) + 1}.tmp"))
+            shards[-1].add(name, tensor)
+            total += tensor.nbytes
+        if shards:
+            shards[-1].close()
+    finally:
+        for shard in shards:
+            shard.data.close()
     where = {}
-    for i, names in enumerate(shards, 1):
+    for i, shard in enumerate(shards, 1):
         file = f"w4linear-{i:05d}-of-{len(shards):05d}.safetensors"
         os.rename(folder / f"{i}.tmp", folder / file)
         (folder / file).chmod(0o644)
-        where.update(dict.fromkeys(names, file))
+        where.update(dict.fromkeys(shard.entries, file))
     return dict(sorted(where.items())), total
+
+
+class _Shard:
+    """A safetensors file that takes tensors one at a time; `close` puts the header and the order that it needs."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.size = path, 0
+        self.entries: dict[str, tuple[torch.dtype, list[int], int, int]] = {}  # dtype, shape, start and bytes in data
+        self.data = path.with_suffix(".data").open("w+b")
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        self.data.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self.entries[name] = (tensor.dtype, list(tensor.shape), self.size, tensor.nbytes)
+        self.size += tensor.nbytes
+
+    def close(self) -> None:
+        """Wide dtypes go first, so that every tensor is aligned, as safetensors' own writer has it."""
+        order = sorted(self.entries, key=lambda name: (-self.entries[name][0].itemsize, name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in order:
+            dtype, shape, _, size = self.entries[name]
+            header[name] = {"dtype": _STORED_AS[dtype], "shape": shape, "data_offsets": [end, end + size]}
+            end += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        with self.path.open("wb") as out:
+            out.write(len(text).to_bytes(8, "little") + text)
+            for name in order:
+                _, _, start, size = self.entries[name]
+                self.data.seek(start)
+                for chunk in range(0, size, _COPY_BYTES):
+                    out.write(self.data.read(min(_COPY_BYTES, size - chunk)))
+        self.data.close()
+        self.path.with_suffix(".data").unlink()
 
 
 def _write_json(path: Path, value: Any) -> None:
