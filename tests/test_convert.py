@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, flat, layer, toy
+from checkpoints import DOWN_PROJ, FORMATS, Q_PROJ, checkpoint, flat, layer, quantization, tensors_of, toy, write
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -358,3 +358,48 @@ def test_a_layer_per_expert(tmp_path):
     layers = {f"model.layers.0.mlp.experts.{e}.gate_proj": layer(32, 64, 32, seed=e) for e in range(4)}
     convert(checkpoint(tmp_path / "src", "gptq", layers), tmp_path / "dst")
     assert_holds(tmp_path / "dst", layers)
+
+
+def test_other_tensors_of_any_dtype_and_shape_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "_COPY_BYTES", 7)
+    others = {
+        "a.mask": torch.tensor([True, False, True]),
+        "b.codes": torch.arange(5, dtype=torch.uint8),
+        "c.scalar": torch.tensor(2.5, dtype=torch.float64),
+        "d.empty": torch.zeros(0, 3),
+        "e.fp8": torch.ones(3).to(torch.float8_e4m3fn),
+        "f.ids": torch.arange(3),
+        "g.half": torch.randn(3, 5).half(),
+        "h.scale": torch.randn(7).bfloat16(),
+    }
+    src = write(tmp_path / "src", {**flat(toy(), "gptq"), **others}, quantization("gptq"))
+    convert(src, tmp_path / "dst")
+    tensors = load_file(tmp_path / "dst" / "w4linear-00001-of-00001.safetensors")
+    for name, want in others.items():
+        assert tensors[name].dtype == want.dtype, name
+        assert tensors[name].shape == want.shape, name
+        assert torch.equal(tensors[name].reshape(-1).view(torch.uint8), want.reshape(-1).view(torch.uint8)), name
+
+
+def test_memory_is_bounded_by_a_layer(tmp_path):
+    if not Path("/proc/self/status").is_file():
+        pytest.skip("counts anonymous memory as Linux shows it")
+    w = layer(1024, 2048, 128)
+    parts = {f"model.layers.{i}.q_proj.{k}": t.clone() for i in range(40) for k, t in tensors_of(w, "gptq").items()}
+    src = write(tmp_path / "src", parts, quantization("gptq", 128))
+    del parts
+    largest, write_out = [], convert_module._Shard.add
+
+    def anonymous():
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+    def measure(self, name, tensor):
+        largest.append(anonymous())
+        write_out(self, name, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(convert_module._Shard, "add", measure)
+        report = convert(src, tmp_path / "dst")
+    assert report.bytes_out > 40e6
+    assert max(largest) - largest[len(largest) // 5] < 24  # MB; holding the shard would take over 32
