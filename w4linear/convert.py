@@ -320,7 +320,7 @@ class _Shard:
         self.size += tensor.nbytes
 
     def close(self) -> None:
-        """Wide dtypes go first, so that every tensor is aligned,."""
+        """Wide dtypes go first, so that every tensor is aligned."""
         order = sorted(self.entries, key=lambda name: (-self.entries[name][0].itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
