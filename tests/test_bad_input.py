@@ -325,6 +325,17 @@ def test_existing_destination_is_not_touched(tmp_path):
     assert (dst / "notes.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("target", ["nowhere", "folder"])
+def test_destination_that_is_a_link(tmp_path, target):
+    src = checkpoint(tmp_path / "src", "gptq")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / target)
+    for overwrite in (False, True):
+        with pytest.raises(CheckpointError, match="is a link"):
+            convert(src, tmp_path / "link", overwrite=overwrite)
+    assert (tmp_path / "link").is_symlink()
+
+
 @pytest.mark.parametrize("where", ["src", "src/inside", "."])
 def test_source_and_destination_overlap(tmp_path, where):
     src = checkpoint(tmp_path / "src", "gptq")
@@ -374,6 +385,9 @@ def test_malformed_modules_of_a_converted_folder(tmp_path, change):
         ("ct", {"config_groups": {"a": {"targets": ["Linear"], "weights": 4}}}),
         ("ct", {"config_groups": {"a": {"targets": ["re:("], "weights": {}}}}),
         ("ct", {"ignore": "lm_head"}),
+        ("ct", {"ignore": [1]}),
+        ("awq", {"modules_to_not_convert": [1]}),
+        ("gptq", {"dynamic": {"+:.*": 3}}),
         ("gptq", {"dynamic": {"+:(": {"bits": 4}}}),
         ("gptq", {"quant_method": ["gptq"]}),
     ],

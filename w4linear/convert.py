@@ -174,6 +174,8 @@ def _check_destination(src: Path, dst: Path, overwrite: bool) -> None:
     here, there = src.resolve(), dst.resolve()
     if here == there or here in there.parents or there in here.parents:
         raise CheckpointError(f"{dst}: source and destination overlap ({src}); name another folder")
+    if dst.is_symlink():
+        raise CheckpointError(f"{dst}: is a link, not written through; name the folder itself")
     if dst.exists() and not overwrite:
         raise CheckpointError(f"{dst}: exists; pass overwrite=True (--overwrite) or name another folder")
     if dst.exists() and not (dst.is_dir() and ((dst / "config.json").is_file() or not any(dst.iterdir()))):

@@ -29,6 +29,7 @@ from w4linear.formats.base import (
     group_of,
     is_symmetric,
     setting,
+    strings,
     unpack_rows,
     unpack_words,
 )
@@ -57,7 +58,7 @@ class Awq(Format):
 
     def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
         declared_bits(quant_config, name, quant_config.get("bits"))
-        for part in setting(quant_config, "modules_to_not_convert", list) or ():
+        for part in strings(quant_config, "modules_to_not_convert"):
             if part in name:
                 note(
                     f"the config's modules_to_not_convert names {part!r}, but the layer is packed; read by the tensors"

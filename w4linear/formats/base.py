@@ -234,6 +234,14 @@ def setting(settings: Mapping[str, Any], key: str, kind: type[T]) -> T | None:
     return value
 
 
+def strings(settings: Mapping[str, Any], key: str) -> list[str]:
+    """``settings[key]``, a list of strings, empty where it is absent or null; raises CheckpointError for others."""
+    values = setting(settings, key, list) or []
+    if not all(isinstance(value, str) for value in values):
+        raise CheckpointError(f"the quantization config's {key} is {values!r}, expected a list of strings; correct it")
+    return values
+
+
 def name_matches(pattern: str, name: str) -> bool:
     """Whether the regular expression of a config matches the beginning of ``name``; raises CheckpointError."""
     try:

@@ -30,6 +30,7 @@ from w4linear.formats.base import (
     is_symmetric,
     name_matches,
     setting,
+    strings,
     unpack_columns,
     unpack_rows,
 )
@@ -55,7 +56,7 @@ class CompressedTensors(Format):
         return None
 
     def layer_config(self, quant_config: QuantConfig, name: str, note: Note) -> LayerConfig:
-        if any(_names(target, name) for target in setting(quant_config, "ignore", list) or ()):
+        if any(_names(target, name) for target in strings(quant_config, "ignore")):
             note("the config's ignore list names the layer, but it is packed; read by the tensors")
         scheme = _scheme(quant_config, name, note)
         weights = setting(scheme, "weights", dict) or {}
@@ -146,7 +147,7 @@ def _scheme(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, An
     schemes = [setting(named, key, dict) or {} for key in named]
     for matches in (lambda target: _names(target, name), lambda target: target == "Linear"):
         for scheme in schemes:
-            if any(matches(target) for target in setting(scheme, "targets", list) or ()):
+            if any(matches(target) for target in strings(scheme, "targets")):
                 return dict(scheme)
     if len(schemes) == 1:
         note(

@@ -152,7 +152,8 @@ def _zeros(words: Tensor, n: int, config: LayerConfig, note: Note) -> Tensor:
 
 def _dynamic(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, Any]:
     """The first rule of the config's ``dynamic`` that matches ``name``: what it overrides."""
-    for pattern, override in (setting(quant_config, "dynamic", dict) or {}).items():
+    rules = setting(quant_config, "dynamic", dict) or {}
+    for pattern in rules:
         if pattern.startswith("-:"):
             if name_matches(pattern[2:], name):
                 note(
@@ -161,11 +162,11 @@ def _dynamic(quant_config: QuantConfig, name: str, note: Note) -> Mapping[str, A
                 )
                 return {}
         elif name_matches(pattern.removeprefix("+:"), name):
-            return dict(override or {})
+            return setting(rules, pattern, dict) or {}
     return {}
 
 
 def _writer(quant_config: QuantConfig) -> str | None:
     meta = quant_config.get("meta") or {}
     writer = meta.get("quantizer") if isinstance(meta, Mapping) else None
-    return None if not writer else " ".join(writer) if isinstance(writer, (list, tuple)) else str(writer)
+    return None if not writer else " ".join(map(str, writer)) if isinstance(writer, (list, tuple)) else str(writer)
