@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -11,11 +12,12 @@ import torch
 
 from w4linear import W4Linear
 
-SHAPES = [(n, 128, 64) for n in (1, 8, 24, 60, 72, 200)] + [
+SHAPES = [(n, 128, 64) for n in (1, 8, 16, 24, 48, 60, 72, 96, 200)] + [
     (320, 64, 32),
     (128, 7392, 32),
     (40, 576, 128),
     (64, 176, 176),
+    (2880, 2880, 32),
 ]
 
 
@@ -133,3 +135,49 @@ def test_weight_is_not_data(make):
     with pytest.raises(TypeError, match="dequantize"):
         torch.matmul(layer.weight, torch.zeros(128))
     assert "group_size=64" in repr(layer)
+
+
+def test_same_rows_in_any_form_give_the_same_bits(make, device):
+    layer = W4Linear.from_canonical(make(72, 256, 64, device=device))
+    for m in range(1, 10):
+        x = torch.randn(m, 256, device=device).half()
+        want = layer(x)
+        assert torch.equal(layer(x[None])[0], want)
+        assert torch.equal(layer(x[:, None])[:, 0], want)
+    assert torch.equal(layer(x[:1]), layer(x[0])[None])
+
+
+def test_large_outputs_are_finite_in_bfloat16_and_overflow_as_dense_in_float16(make, device):
+    w = make(64, 256, 64, device=device)
+    x = torch.full((5, 256), 20_000.0, device=device)
+    dense = torch.nn.functional.linear(x.half(), w.dequant().half())
+    assert bool(torch.isinf(dense).any())
+    assert torch.equal(torch.isinf(W4Linear.from_canonical(w)(x.half())), torch.isinf(dense))
+    y = W4Linear.from_canonical(w, torch.bfloat16)(x.bfloat16())
+    assert bool(torch.isfinite(y).all()) and float(y.abs().max()) > 65_504
+
+
+def test_tiny_scales_survive_both_dtypes(make, device):
+    w = make(16, 64, 64, device=device)
+    w = dataclasses.replace(w, s=torch.full_like(w.s, 1e-7))
+    for dtype in (torch.float16, torch.bfloat16):
+        layer = W4Linear.from_canonical(w, dtype)
+        assert torch.equal(layer.to_canonical().s, w.s.to(dtype))
+        y = layer(torch.eye(64, dtype=dtype, device=device)).t()
+        assert torch.equal(y, ((w.q.float() - w.z.float()) * w.s.to(dtype).float()).to(dtype))
+
+
+def test_tensors_of_another_layout_do_not_load(make):
+    layer = W4Linear.from_canonical(make(16, 64, 64))
+    gptq = {"qweight": torch.zeros(8, 16).int(), "qzeros": torch.zeros(1, 2).int(), "scales": torch.ones(1, 16).half()}
+    with pytest.raises(RuntimeError, match=r"qweight"):
+        layer.load_state_dict(gptq)
+
+
+def test_copy_made_inside_inference_mode_works_outside(make, device):
+    layer = W4Linear.from_canonical(make(16, 64, 64, device=device))
+    x = torch.randn(3, 64, device=device).half()
+    with torch.inference_mode():
+        layer(x)
+        twin = copy.deepcopy(layer)
+    assert torch.equal(twin(x), layer(x))

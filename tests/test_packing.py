@@ -85,3 +85,30 @@ def test_scale_that_overflows_is_refused():
     with pytest.raises(ValueError, match="not finite"):
         packing.pack(w)
     packing.pack(w, torch.bfloat16)
+
+
+def test_golden_word():
+    """Lane 0 of k step 0 holds rows 0 and 8 of columns 0, 8, 1 and 9, worked out by hand from docs/layouts.md."""
+    row, column = torch.arange(16)[:, None], torch.arange(64)
+    w = CanonicalW4(((row + column) % 16).to(torch.uint8), torch.ones(16, 1).half(), None, 64, symmetric=True)
+    p = packing.pack(w)
+    assert int(p.B[0, 0, 0, 0]) == 0x19910880
+    assert p.V is None and p.U.shape == (1, 1, 16) and p.B.shape == (1, 1, 32, 4)
+
+
+@pytest.mark.gpu
+def test_packing_needs_at_most_four_times_the_packed_layer():
+    if not torch.cuda.is_available():
+        pytest.skip("counts bytes of the CUDA allocator")
+    n, k = 4096, 14336
+    w = CanonicalW4(
+        torch.randint(0, 16, (n, k), dtype=torch.uint8, device="cuda"),
+        torch.rand(n, k // 128, device="cuda").half(),
+        torch.randint(0, 16, (n, k // 128), dtype=torch.uint8, device="cuda"),
+        128,
+    )
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    p = packing.pack(w)
+    assert torch.cuda.max_memory_allocated() - before <= 4 * (p.B.nbytes + p.U.nbytes + p.V.nbytes)
