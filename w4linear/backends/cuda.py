@@ -16,7 +16,7 @@ from w4linear.backends import BackendStatus
 LIBRARY = Path(__file__).resolve().parent.parent / "_cuda.so"
 MINIMUM_CAPABILITY = (8, 0)
 BUILD_HINT = (
-    "reinstall from source where nvcc is found (pip install . -v shows it); without a CUDA toolkit, nvcc comes over pip: "
+    "reinstall from source where nvcc is found (pip install . -v shows it); without a CUDA toolkit it comes over pip: "
     "nvidia-cuda-nvcc, -crt, -cccl, -runtime and nvidia-nvvm, all ==13.0.*, and the variables in README 'Building'"
 )
 
