@@ -152,3 +152,10 @@ def test_t5_reads_wo_weight_dtype() -> None:
     ids = torch.arange(3, 9)[None]
     assert isinstance(model.encoder.block[0].layer[1].DenseReluDense.wo, W4Linear)
     assert model.generate(ids, max_new_tokens=3, decoder_start_token_id=0).shape[0] == 1
+
+
+def test_cast_after_building_survives_saving(tmp_path: Path) -> None:
+    model = toy().to(torch.bfloat16)
+    patch_model(model, group_size=64)
+    model.save_pretrained(tmp_path / "out")
+    assert hf.load_model(tmp_path / "out").dtype == torch.bfloat16

@@ -181,3 +181,37 @@ def test_copy_made_inside_inference_mode_works_outside(make, device):
         layer(x)
         twin = copy.deepcopy(layer)
     assert torch.equal(twin(x), layer(x))
+
+
+@pytest.mark.parametrize("size", (1e-30, 1e-6, 1.0, 1e6, 1e25))
+def test_weights_of_any_size_quantize(size):
+    linear = torch.nn.Linear(128, 16, bias=False)
+    weight = linear.weight.data * size
+    linear.weight.data = weight.clone()
+    layer = W4Linear.from_linear(linear, group_size=64)
+    error = (layer.dequantize(torch.float32) - weight).double().norm() / weight.double().norm()
+    assert float(error) < 0.1
+
+
+def test_bias_beyond_float16_chooses_bfloat16_or_is_refused(make):
+    linear = torch.nn.Linear(128, 16)
+    linear.bias.data[3] = 1e5
+    layer = W4Linear.from_linear(linear, group_size=64)
+    assert layer.bias.dtype == torch.bfloat16 and bool(torch.isfinite(layer.bias).all())
+    w = dataclasses.replace(make(16, 64, 64), bias=linear.bias.detach())
+    with pytest.raises(ValueError, match=r"bias\[3\] is not finite in torch\.float16"):
+        W4Linear.from_canonical(w)
+
+
+def test_state_dict_of_another_dtype_is_refused():
+    source = W4Linear.from_linear(torch.nn.Linear(128, 64), group_size=64)
+    target = W4Linear(128, 64, bias=True, group_size=64)
+    with pytest.raises(RuntimeError, match=r"B is torch\.float16, expected torch\.int32"):
+        target.load_state_dict({k: v.half() if k != "layout" else v for k, v in source.state_dict().items()})
+
+
+def test_meta_forward_and_memory_without_values():
+    layer = W4Linear.from_linear(torch.nn.Linear(128, 64), group_size=64).to("meta")
+    assert layer(torch.empty(2, 128, device="meta", dtype=torch.float16)).shape == (2, 64)
+    with pytest.raises(RuntimeError, match="no weights yet"):
+        layer.to_empty(device="cpu")(torch.randn(2, 128))

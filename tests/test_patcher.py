@@ -165,3 +165,11 @@ def test_patching_twice_swaps_nothing_more() -> None:
     patch_model(model)
     layer = model[0]
     assert patch_model(model).swapped == () and model[0] is layer
+
+
+@pytest.mark.parametrize("bad", [nn.Linear(0, 4), nn.Linear(16, 16, dtype=torch.complex64)])
+def test_a_layer_that_cannot_be_packed_leaves_the_model_whole(bad: nn.Linear) -> None:
+    model = nn.Sequential(nn.Linear(128, 16), bad)
+    with pytest.raises(ValueError, match=r"^1\.weight is"):
+        patch_model(model, group_size=16)
+    assert type(model[0]) is nn.Linear

@@ -84,7 +84,7 @@ def inspect(path: Source, as_json: Annotated[bool, typer.Option("--json", help="
     report = run(path)
     if as_json:
         print(json.dumps(report.to_dict(), indent=2))
-        return
+        raise typer.Exit(1 if report.format is None else 0)
     table = Table(
         "layer", "n", "k", "group", "zeros", "order", "bits", title=f"{path}: {report.format or 'not readable'}"
     )
@@ -103,6 +103,8 @@ def inspect(path: Source, as_json: Annotated[bool, typer.Option("--json", help="
         )
     for reason in report.refused:
         print(f"refused: {reason}")
+    if report.format is None:
+        raise typer.Exit(1)
 
 
 @app.command()

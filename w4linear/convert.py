@@ -146,7 +146,15 @@ def quantize_checkpoint(
 
 
 def verify(src: str | Path, dst: str | Path) -> int:
-    """Checks that every layer of ``dst`` unpacks to the source's q, z, g_idx exactly; returns how many there are."""
+    """Checks that ``dst`` holds what ``src`` does: q, z, g_idx of every layer exactly, scales and bias rounded to the
+    compute dtype, and every other tensor, up to its dtype.
+
+    Returns:
+        How many layers there are.
+
+    Raises:
+        CheckpointError: naming the first layer or tensor that differs.
+    """
     source, packed = Checkpoint.open(src), Checkpoint.open(dst)
     if source.layers.keys() != packed.layers.keys():
         raise CheckpointError(
@@ -157,6 +165,17 @@ def verify(src: str | Path, dst: str | Path) -> int:
         same = torch.equal(a.q, b.q) and torch.equal(a.z, b.z) and torch.equal(a.group_of_column(), b.group_of_column())
         if not same or not torch.equal(a.s.to(b.s.dtype), b.s):
             raise CheckpointError(f"{dst}: {prefix} does not unpack to the source's layer; convert again")
+        if (a.bias is None) != (b.bias is None) or (
+            a.bias is not None and b.bias is not None and not torch.equal(a.bias.to(b.bias.dtype), b.bias)
+        ):
+            raise CheckpointError(f"{dst}: {prefix}.bias is not the source's; convert again")
+    others = set(packed.other_tensors())
+    for name in source.other_tensors():
+        if name not in others:
+            raise CheckpointError(f"{dst}: {name} is missing; convert again")
+        kept, found = source.read_tensor(name), packed.read_tensor(name)
+        if not torch.equal(kept.to(found.dtype), found):
+            raise CheckpointError(f"{dst}: {name} is not the source's; convert again")
     return len(source.layers)
 
 

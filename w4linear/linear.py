@@ -116,18 +116,25 @@ class W4Linear(nn.Module):
     def from_linear(cls, linear: nn.Linear, group_size: int = 128, symmetric: bool = False) -> W4Linear:
         """Quantizes an nn.Linear: round to nearest, each group's range clipped where that lowers its squared error.
 
-        The compute dtype is the linear's where that is 16 bit, else float16 (bfloat16 where a scale would overflow it).
+        The compute dtype is the linear's where that is 16 bit, else float16 (bfloat16 where scales, weights or bias
+        would leave its range).
 
         Raises:
             ValueError: where the weight holds NaN or inf. UnsupportedLayerError: as `packing.pack`.
         """
         from w4linear.quantize import quantize
 
+        if group_size < 1:
+            raise ValueError(f"group_size={group_size}, expected a positive size; per-channel is {linear.in_features}")
         weight = linear.weight.detach()
         w = quantize(weight, group_size, symmetric, None if linear.bias is None else linear.bias.detach())
-        dtype = weight.dtype if weight.dtype in packing.COMPUTE_DTYPES else torch.float16
-        if dtype == torch.float16 and float(w.s.abs().max()) > torch.finfo(torch.float16).max:
-            dtype = torch.bfloat16
+        dtype = weight.dtype
+        if dtype not in packing.COMPUTE_DTYPES:
+            half = torch.finfo(torch.float16)
+            largest = max(float(t.abs().max()) for t in (weight, w.bias) if t is not None)
+            # Rounding and the clip may move a weight by a step, so it stays a factor of 2 off the end of the range.
+            wide = largest > half.max / 2 or 0 < float(w.s.max()) < half.smallest_normal
+            dtype = torch.bfloat16 if wide else torch.float16
         return cls.from_canonical(w, dtype)
 
     @property
@@ -185,7 +192,7 @@ class W4Linear(nn.Module):
             self._require_weights()
         U, bias = self.U, self.bias
         kind = x.device.type
-        if torch.is_autocast_enabled(kind) and x.is_floating_point():
+        if kind != "meta" and torch.is_autocast_enabled(kind) and x.is_floating_point():
             x = x.to(torch.get_autocast_dtype(kind))
         dtype = x.dtype
         if dtype is not U.dtype and kind != "cpu" and x.is_floating_point():
@@ -244,8 +251,10 @@ class W4Linear(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> W4Linear:
         # .float() and .double() leave 16-bit scales alone: a wider type would gain nothing.
-        before = self.U.dtype
+        before, was_meta = self.U.dtype, self.B.is_meta
         super()._apply(fn, recurse)
+        if was_meta and not self.B.is_meta:
+            self._filled = False  # to_empty: memory without values
         if self.U.dtype not in packing.COMPUTE_DTYPES:
             self.U = self.U.to(before)
             self.bias = None if self.bias is None else self.bias.to(before)
@@ -374,6 +383,11 @@ def _shape_mismatch(have: dict[str, Tensor | None], layer: W4Linear) -> str | No
         return "V is present in a symmetric layer"
     if have["bias"] is not None:
         wanted["bias"] = (layer.out_features,)
+    integers = {"B": torch.int32, "V": torch.uint8, "perm": torch.int32, "group_map": torch.int32}
+    for name, dtype in integers.items():
+        found = have[name]
+        if found is not None and found.dtype != dtype:
+            return f"{name} is {found.dtype}, expected {dtype}"
     for name, shape in wanted.items():
         tensor = have[name]
         if tensor is None or tuple(tensor.shape) != shape:

@@ -108,7 +108,7 @@ def pack(w: CanonicalW4, dtype: torch.dtype = torch.float16) -> Packed:
 
     Raises:
         UnsupportedLayerError: for a group size that cannot be packed.
-        ValueError: for another dtype, or a scale that is not finite in ``dtype``.
+        ValueError: for another dtype, or a scale or bias that is not finite in ``dtype``.
     """
     if dtype not in COMPUTE_DTYPES:
         raise ValueError(f"dtype={dtype}, expected torch.float16 or torch.bfloat16")
@@ -152,6 +152,9 @@ def pack(w: CanonicalW4, dtype: torch.dtype = torch.float16) -> Packed:
         q = _pad_rows(q, rows.stop - rows.start, value=8 if w.symmetric else 0)
         B[row // GRAIN_N : rows.stop // GRAIN_N] = _pack_codes(q)
     bias = None if w.bias is None else w.bias.to(dtype).contiguous()
+    if bias is not None and not bool(torch.isfinite(bias).all()):
+        row = int((~torch.isfinite(bias)).nonzero()[0])
+        raise ValueError(f"bias[{row}] is not finite in {dtype}; use dtype=torch.bfloat16, or repair the checkpoint")
     return Packed(B, U, V, bias, perm, group_map, n, k, w.group, w.groups)
 
 

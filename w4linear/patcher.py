@@ -223,6 +223,10 @@ def save_model(
         (work / "w4linear.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
         settings = {**config.to_dict(), "architectures": [type(model).__name__]}
         settings["quantization_config"] = quantization_config(model)
+        # The parameters' own type: a model that was cast after it was built still has the old one in its config.
+        kept = next((t.dtype for t in model.parameters() if t.is_floating_point()), None)
+        settings.pop("torch_dtype", None)
+        settings["dtype"] = str(kept or torch.float16).removeprefix("torch.")
         (work / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True, default=str) + "\n")
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(work)  # type: ignore[union-attr, operator]
@@ -246,14 +250,14 @@ class _SavePretrained:
                 "save_pretrained(state_dict=...) is not supported for W4Linear layers; load it into the model first"
             )
         # As transformers does, other files of an existing folder (a tokenizer, say) stay.
-        dst = Path(save_directory)
-        made = save_model(self.model, dst.with_name(f".{dst.name}.w4linear"), overwrite=True)
+        dst = Path(save_directory).resolve()
         dst.mkdir(parents=True, exist_ok=True)
-        for old in (*dst.glob("*.safetensors"), *dst.glob("*.safetensors.index.json")):
-            old.unlink()
-        for file in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
-            file.replace(dst / file.name)
-        made.rmdir()
+        with tempfile.TemporaryDirectory(prefix=".w4linear-", dir=dst) as work:
+            made = save_model(self.model, Path(work) / "packed")
+            for old in (*dst.glob("*.safetensors"), *dst.glob("*.safetensors.index.json")):
+                old.unlink()
+            for file in sorted(made.iterdir(), key=lambda path: path.name == "config.json"):
+                file.replace(dst / file.name)
 
 
 def _why_left(
@@ -299,8 +303,14 @@ def _check_linear(linear: nn.Linear, name: str, group_size: int) -> None:
         packing.kernel_group(min(group_size, linear.in_features), linear.in_features)
     except packing.UnsupportedLayerError as error:
         raise packing.UnsupportedLayerError(f"{name}: {error}") from None
-    if not bool(torch.isfinite(weight).all()):
-        raise ValueError(f"{name}.weight holds NaN or inf; repair the model before it is quantized")
+    if weight.numel() == 0 or weight.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise ValueError(
+            f"{name}.weight is {tuple(weight.shape)} {weight.dtype}, expected 16-bit or wider floats; exclude it"
+        )
+    for part in (weight, linear.bias):
+        if part is not None and not bool(torch.isfinite(part).all()):
+            which = "weight" if part is weight else "bias"
+            raise ValueError(f"{name}.{which} holds NaN or inf; repair the model before it is quantized")
     if weight.device.type == "cuda" and (why := cuda.unsupported_device(weight.device)):
         raise ValueError(f"{name} is on {weight.device}: {why}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -32,6 +34,12 @@ def quantize(weight: Tensor, group_size: int = 128, symmetric: bool = False, bia
     if not bool(torch.isfinite(w).all()):
         raise ValueError("weight holds NaN or inf; repair the model before it is quantized")
     n, k = w.shape
+    if n == 0 or k == 0 or group_size < 1:
+        raise ValueError(f"weight is {(n, k)}, group_size={group_size}, expected at least 1 each")
+    # Squares of weights near float32's limits leave its range: such weights are brought near 1 by a power of two.
+    exponent = math.frexp(float(w.abs().max()))[1]
+    unit = 2.0**exponent if abs(exponent) > 40 else 1.0
+    w = w / unit
     group = min(group_size, k)
     groups = -(-k // group)
     padded = torch.nn.functional.pad(w, (0, groups * group - k)).view(n, groups, group)
@@ -47,13 +55,14 @@ def quantize(weight: Tensor, group_size: int = 128, symmetric: bool = False, bia
         else:
             s = (high - low) * (fraction / 15)
             z = torch.where(s > 0, (-low * fraction / s.clamp(min=1e-30)).round().clamp(0, 15), 8)
-        s = _as_stored(s)
+        s = _as_stored(s * unit) / unit
         error = ((_codes(padded, s, z) - z[..., None]) * s[..., None] - padded).square()
         error = (error * inside).sum(-1)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
         best_s, best_z = torch.where(better, s, best_s), torch.where(better, z, best_z)
     q = _codes(padded, best_s, best_z).to(torch.uint8).view(n, -1)[:, :k].contiguous()
+    best_s = best_s * unit
     half = best_s.half()
     s = half if torch.equal(half.float(), best_s) else best_s
     return CanonicalW4(q, s, best_z.to(torch.uint8), group, None, bias, symmetric)
