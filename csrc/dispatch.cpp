@@ -60,7 +60,7 @@ double modelled_ns(const GemmDesc& d, const LaunchPlan& plan) {
   const InstanceInfo& t = kInstances[plan.instance].info;
   const int64_t k_tiles = ceil_div(d.k, t.tile_k);
   const int64_t ctas = ceil_div(d.n, t.tile_n) * ceil_div(d.m, t.tile_m) * plan.splits;
-  const int smem = t.smem_bytes(d.group_shift, d.symmetric) + 1024;
+  const int smem = kInstances[plan.instance].smem_bytes(d.group_shift, d.symmetric) + 1024;
   // Registers: 128 a thread for small m tiles, up to 255 where a thread holds more sums.
   const int registers = t.tile_m <= 32 ? 128 : 255;
   const int64_t per_sm = std::max<int64_t>(1, std::min(d.smem_per_sm / smem, 65536 / (registers * t.threads())));
@@ -125,13 +125,6 @@ bool same(const GemmDesc& a, const GemmDesc& b) {
 }
 
 }  // namespace
-
-int InstanceInfo::smem_bytes(int group_shift, bool symmetric) const {
-  for (const Instance& instance : kInstances) {
-    if (instance.info.name == name) return instance.smem_bytes(group_shift, symmetric);
-  }
-  throw std::invalid_argument(std::string("no instance named ") + name);
-}
 
 const std::vector<InstanceInfo>& instances() {
   static const std::vector<InstanceInfo> all = [] {

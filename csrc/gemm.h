@@ -60,13 +60,12 @@ struct GemmArgs {
   int splits;
 };
 
-// Static facts of an instance; smem depends on the group.
+// Static facts of an instance.
 struct InstanceInfo {
   const char* name;
   int tile_n, tile_m, tile_k, warps_n, warps_m, warps_k, stages;
 
   int threads() const { return 32 * warps_n * warps_m * warps_k; }
-  int smem_bytes(int group_shift, bool symmetric) const;
 };
 
 const std::vector<InstanceInfo>& instances();

@@ -289,13 +289,7 @@ def _tensors(
         yield name, tensor.to(compute) if cast and tensor.dtype == torch.float32 else tensor
     for prefix in names:
         layer = content.layer(prefix)
-        modules[prefix] = {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "bias": layer.bias is not None,
-            "group_size": layer.group_size,
-            "symmetric": layer.symmetric,
-        }
+        modules[prefix] = layer.settings()
         for buffer in BUFFERS:
             if (tensor := getattr(layer, buffer)) is not None:
                 yield f"{prefix}.{buffer}", tensor

@@ -172,6 +172,16 @@ class W4Linear(nn.Module):
             dtype or self.U.dtype,
         )
 
+    def settings(self) -> dict[str, int | bool]:
+        """The constructor's arguments that make a layer of this form, as a converted checkpoint's config lists them."""
+        return {
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bias": self.bias is not None,
+            "group_size": self.group_size,
+            "symmetric": self.symmetric,
+        }
+
     @property
     def kernel_group(self) -> int:
         """The packed group size: the checkpoint's, or the largest of 16 to 256 that divides it."""

@@ -14,7 +14,7 @@ Packing is a permutation and shifts, in uint8 throughout, so `unpack` inverts it
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -219,11 +219,6 @@ def dequantize_packed(B: Tensor, U: Tensor, V: Tensor | None, n: int, group: int
         z = unpack_zeros(None if V is None else V[tiles], U[tiles], count).float()
         out[rows] = ((q - z[:, column_group]) * s[:, column_group]).to(dtype)
     return out
-
-
-def with_dtype(p: Packed, dtype: torch.dtype) -> Packed:
-    """The same packed layer with scales and bias in ``dtype``; codes and zero points are shared, not copied."""
-    return replace(p, U=p.U.to(dtype), bias=None if p.bias is None else p.bias.to(dtype))
 
 
 def _pad_rows(t: Tensor, rows: int, value: int = 0) -> Tensor:

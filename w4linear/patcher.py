@@ -160,17 +160,7 @@ def own_saving(model: nn.Module) -> None:
 
 def quantization_config(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a config.json for this model's W4Linear layers."""
-    modules = {
-        name: {
-            "in_features": layer.in_features,
-            "out_features": layer.out_features,
-            "bias": layer.bias is not None,
-            "group_size": layer.group_size,
-            "symmetric": layer.symmetric,
-        }
-        for name, layer in model.named_modules()
-        if isinstance(layer, W4Linear)
-    }
+    modules = {name: layer.settings() for name, layer in model.named_modules() if isinstance(layer, W4Linear)}
     return {"quant_method": "w4linear", "layout_version": packing.LAYOUT_VERSION, "source": {}, "modules": modules}
 
 

@@ -30,11 +30,5 @@ constexpr int kRegisters = 4;
 W4_HOST_DEVICE constexpr int64_t piece_offset(int64_t n16, int64_t k64, int64_t k64_count) {
   return (n16 * k64_count + k64) * kPieceBytes;
 }
-W4_HOST_DEVICE constexpr int64_t scale_offset(int64_t n16, int64_t group, int64_t groups) {
-  return (n16 * groups + group) * kScaleBytes;
-}
-W4_HOST_DEVICE constexpr int64_t zero_offset(int64_t n16, int64_t group, int64_t groups) {
-  return (n16 * groups + group) * kZeroBytes;
-}
 
 }  // namespace w4::layout

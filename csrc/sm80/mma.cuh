@@ -11,8 +11,6 @@ namespace w4 {
 template <class Tile>
 struct FragmentA {
   using S = Shapes<Tile>;
-  static constexpr int kSteps = 4;
-
   // Which row and chunk this lane addresses for ldmatrix: rows of 8 m (or 8 m of another k half) by lane / 8.
   const char* row;  // of the slice's stage 0, k64 block 0
   int swizzle, half;

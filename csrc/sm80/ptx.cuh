@@ -17,7 +17,6 @@ namespace w4::ptx {
 W4_DEVICE int thread_index() { return static_cast<int>(threadIdx.x); }
 W4_DEVICE int cta_index_x() { return static_cast<int>(blockIdx.x); }
 W4_DEVICE int cta_index_y() { return static_cast<int>(blockIdx.y); }
-W4_DEVICE int cta_threads() { return static_cast<int>(blockDim.x); }
 
 // The warp's index, told to the compiler to be the same in all lanes.
 W4_DEVICE int warp_index() { return __shfl_sync(0xffffffffu, thread_index() / 32, 0); }
